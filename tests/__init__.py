@@ -1,0 +1,1 @@
+"""Tests, laid out as the packages are. Shared tools: `from tests.helpers import assert_close, make_mesh`."""
