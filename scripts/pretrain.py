@@ -1,0 +1,100 @@
+"""Trains a language model with little communication between its workers.
+
+    python scripts/pretrain.py --config demo
+    python scripts/pretrain.py --config demo --optimizer.density 0.01 --mesh.data 4 --run.steps 100
+    python scripts/pretrain.py --config llama500m --optimizer.density 0.01 --mesh.data 32
+    python scripts/pretrain.py --resume runs/demo-1
+
+A configuration (--config) is a set of defaults; --config-file FILE.json (or .yaml) changes some, and every
+setting can be set by its dotted name on top; --config demo --help lists them. Results go to a new folder in
+runs/: config.json, metrics.jsonl, tensorboard/, checkpoints/, summary.json, report.html. --resume [FOLDER]
+goes on with a run (without FOLDER: the newest) from its newest checkpoint and takes its settings from there.
+
+Ctrl-C or SIGTERM ends after the current step with a checkpoint; again: at once.
+Exit codes: 0 done; 2 wrong settings, or memory or data are missing; 130 after Ctrl-C; 143 after SIGTERM.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from training import config as settings
+from training import runs
+from training.mesh import prepare_devices
+from training.presets import PRESETS
+from training.report import REPORT_FILE, summary_rows
+from training.train import Outcome, build, train
+
+_NEWEST = "newest"
+
+
+def parse(arguments: list[str]) -> tuple[settings.Config, Path | None]:
+    """The settings, and the folder of the run to go on with."""
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--config")
+    first.add_argument("--config-file")
+    first.add_argument("--resume", nargs="?", const=_NEWEST)
+    given, rest = first.parse_known_args(arguments)
+    folder = None
+    if given.resume is not None:
+        if given.config:
+            raise ValueError("--resume takes the settings from the run's folder; leave --config out.")
+        folder = runs.latest() if given.resume == _NEWEST else Path(given.resume)
+        base = runs.load_config(folder)
+    else:
+        base = settings.preset(given.config or "demo")
+    if given.config_file:
+        base = settings.update(base, settings.read_values(given.config_file))
+    assert __doc__
+    config = tyro.cli(
+        settings.Config,
+        default=base,
+        args=rest,
+        prog="pretrain.py",
+        description=f"{__doc__}\nConfigurations: {', '.join(PRESETS)}.",
+        config=(tyro.conf.FlagConversionOff,),  # flags are spelled --model.remat True or False
+        use_underscores=True,
+    )
+    return config, folder
+
+
+def show_summary(outcome: Outcome, console: Console) -> None:
+    assert outcome.summary is not None
+    table = Table("", "", title="Summary", show_header=False)
+    table.columns[1].justify = "right"
+    for row in summary_rows(outcome.summary):
+        table.add_row(*row)
+    console.print(table)
+    console.print(f"report: {outcome.folder / REPORT_FILE}", soft_wrap=True, highlight=False)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Returns the exit code."""
+    try:
+        config, resumed = parse(sys.argv[1:] if arguments is None else arguments)
+        prepare_devices(config.mesh.data)
+        setup = build(config)
+        folder = resumed or runs.new_folder(config)
+        outcome = train(setup, folder, resume=resumed is not None)
+    except ValueError as error:
+        if os.environ.get("SCAPE_TRACEBACK"):
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:  # before the loop began: there is nothing to save yet
+        print("interrupted before the first step; nothing was saved", file=sys.stderr)
+        return 130
+    if outcome.summary is not None:
+        show_summary(outcome, Console())
+    return outcome.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

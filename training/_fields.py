@@ -1,0 +1,198 @@
+"""Settings that check themselves: types by annotation, ranges by `check`, unknown keys by the nearest name.
+
+Every value passes through `coerce`, wherever it comes from (a preset, the command line, a JSON or YAML file),
+so that the text "3e-4" of a YAML file becomes a float and the text "False" never becomes a true flag.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Literal, TypeVar, Union
+
+T = TypeVar("T")
+
+_TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
+
+
+def coerce(value: Any, annotation: Any, name: str) -> Any:
+    """`value` as the annotated type, or a ValueError that names the setting."""
+    origin = typing.get_origin(annotation)
+    if origin in (Union, types.UnionType):
+        options = typing.get_args(annotation)
+        if value is None or (isinstance(value, str) and value.lower() in ("none", "null")):
+            if type(None) in options:
+                return None
+        (inner,) = (option for option in options if option is not type(None))
+        return coerce(value, inner, name)
+    if origin is Literal:
+        allowed = typing.get_args(annotation)
+        if value in allowed:
+            return value
+        near = difflib.get_close_matches(str(value), [str(a) for a in allowed], n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"{name} must be one of {', '.join(map(str, allowed))}, got {value!r}.{hint}")
+    if origin is tuple:
+        item_type = typing.get_args(annotation)[0]
+        if isinstance(value, str) or not isinstance(value, Sequence):
+            raise ValueError(
+                f"{name} must be a list of {item_type.__name__}, got {value!r}. Write it as [a, b]."
+            )
+        return tuple(coerce(item, item_type, f"{name}[{i}]") for i, item in enumerate(value))
+    if dataclasses.is_dataclass(annotation):
+        if isinstance(value, annotation):
+            return value
+        raise ValueError(f"{name} must be a section of settings, got {value!r}.")
+    if annotation is bool:
+        return _coerce_bool(value, name)
+    if annotation is int:
+        return _coerce_int(value, name)
+    if annotation is float:
+        if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+            raise ValueError(f"{name} must be a number, got {value!r}.")
+        try:
+            return float(value)
+        except ValueError:
+            raise ValueError(f"{name} must be a number such as 3e-4, got the text {value!r}.") from None
+    if annotation is str:
+        if isinstance(value, str):
+            return value
+        raise ValueError(f"{name} must be text, got {value!r}. Put it in quotes.")
+    raise TypeError(f"{name} is annotated {annotation}, which settings do not support.")
+
+
+def _coerce_bool(value: Any, name: str) -> bool:
+    if isinstance(value, bool):
+        return value
+    text = str(value).lower() if isinstance(value, (str, int)) else ""
+    if text in _TRUE or text in _FALSE:
+        return text in _TRUE
+    raise ValueError(f"{name} must be True or False, got {value!r}.")
+
+
+def _coerce_int(value: Any, name: str) -> int:
+    if isinstance(value, str):
+        try:
+            return int(value.replace("_", ""))
+        except ValueError:
+            try:
+                value = float(value)
+            except ValueError:
+                raise ValueError(f"{name} must be a whole number, got the text {value!r}.") from None
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != int(value):
+        raise ValueError(f"{name} must be a whole number, got {value!r}.")
+    return int(value)
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """Base of all sections: coerces every field at construction, then calls `check`."""
+
+    section: ClassVar[str] = ""  # how messages name the fields
+
+    def __post_init__(self) -> None:
+        hints = typing.get_type_hints(type(self))
+        for field in dataclasses.fields(self):
+            name = f"{self.section}.{field.name}" if self.section else field.name
+            value = coerce(getattr(self, field.name), hints[field.name], name)
+            object.__setattr__(self, field.name, value)
+        self.check()
+
+    def check(self) -> None:
+        """Raises ValueError where a value is out of range; sections override it."""
+
+
+def require(condition: bool, message: str) -> None:
+    """The one-line form of a range check. NaN compares false with everything, so it fails each of them."""
+    if not condition:
+        raise ValueError(message)
+
+
+def to_dict(settings: Settings) -> dict[str, Any]:
+    """Plain nested dicts and lists, ready for JSON."""
+    return json.loads(json.dumps(dataclasses.asdict(settings)))
+
+
+def dotted(settings: Settings, prefix: str = "") -> dict[str, Any]:
+    """All leaves as {"section.key": value}."""
+    flat: dict[str, Any] = {}
+    for field in dataclasses.fields(settings):
+        value = getattr(settings, field.name)
+        if isinstance(value, Settings):
+            flat.update(dotted(value, f"{prefix}{field.name}."))
+        else:
+            flat[f"{prefix}{field.name}"] = value
+    return flat
+
+
+def update(settings: T, values: Mapping[str, Any], *, prefix: str = "", known: Sequence[str] = ()) -> T:
+    """`settings` with the nested (or dotted) `values` put over it; an unknown key names the nearest known
+    one.
+    """
+    known = known or tuple(dotted(settings))  # type: ignore[arg-type]
+    if not isinstance(values, Mapping):
+        raise ValueError(f"{prefix.rstrip('.') or 'the file'} must hold keys and values, got {values!r}.")
+    names = {field.name for field in dataclasses.fields(settings)}  # type: ignore[arg-type]
+    sections: dict[str, dict[str, Any]] = {}
+    plain: dict[str, Any] = {}
+    for key, value in values.items():
+        head, _, tail = str(key).partition(".")
+        if head not in names:
+            full = f"{prefix}{key}"
+            near = nearest(full, known)
+            raise ValueError(f"unknown setting {full!r}. Did you mean {near!r}?")
+        if isinstance(getattr(settings, head), Settings):
+            entries = {tail: value} if tail else value
+            if not isinstance(entries, Mapping):
+                raise ValueError(f"{prefix}{head} is a section, got {entries!r}. Write its keys under it.")
+            sections.setdefault(head, {}).update(entries)
+        elif tail:
+            raise ValueError(f"unknown setting {prefix}{key!r}. {prefix}{head} has no keys of its own.")
+        else:
+            plain[head] = value
+    for head, entries in sections.items():
+        plain[head] = update(getattr(settings, head), entries, prefix=f"{prefix}{head}.", known=known)
+    return dataclasses.replace(settings, **plain)  # type: ignore[type-var]
+
+
+def nearest(name: str, known: Sequence[str]) -> str:
+    """The known dotted name that looks most like `name`: in the same section where there is one, by its last
+    part.
+    """
+    section, _, last = name.rpartition(".")
+    pool = [k for k in known if k.rpartition(".")[0] == section] or list(known)
+    if not section and pool == list(known):  # a section's own name is misspelt
+        pool = sorted({k.partition(".")[0] for k in known})
+    return max(pool, key=lambda k: difflib.SequenceMatcher(None, last, k.rpartition(".")[2]).ratio())
+
+
+def read_values(path: str | Path) -> dict[str, Any]:
+    """The settings in a .json, .yaml or .yml file."""
+    path = Path(path)
+    if not path.is_file():
+        raise ValueError(f"no settings file at {path}. Give --config-file a .json or .yaml file that exists.")
+    text = path.read_text()
+    if path.suffix in (".yaml", ".yml"):
+        import yaml  # a dependency of flax and orbax; imported here because JSON needs nothing
+
+        try:
+            values = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise ValueError(f"{path} is not valid YAML: {error}") from None
+    elif path.suffix == ".json":
+        try:
+            values = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path} is not valid JSON: {error}") from None
+    else:
+        raise ValueError(f"a settings file must end in .json, .yaml or .yml, got {path}.")
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} must hold keys and values, got {type(values).__name__}.")
+    return values

@@ -1,0 +1,100 @@
+"""Follows the steps of a run without making them wait: measurements stay on the device until a step is done.
+
+At most two steps are in flight; the host waits for the oldest of them only, notes when it was done, and
+writes its line if one is due. So a line appears two steps late, and its tokens/s is the time between two
+completed steps, without the time spent in evaluations and checkpoints.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import math
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+
+from training.metrics import MetricsWriter
+from training.progress import Progress
+from training.schedules import Schedule
+
+_IN_FLIGHT = 2  # enough to hide the host's work, few enough to stop quickly
+
+
+class RunLog:
+    """Turns the measurements of steps into lines of metrics.jsonl and of the progress display."""
+
+    def __init__(
+        self, writer: MetricsWriter, progress: Progress, *, tokens_per_step: int, schedule: Schedule
+    ):
+        self._writer, self._progress = writer, progress
+        self._tokens_per_step, self._schedule = tokens_per_step, schedule
+        self._in_flight: collections.deque[tuple[int, dict[str, Any]]] = collections.deque()
+        self._window: list[dict[str, Any]] = []  # measurements of completed steps since the last line
+        self._due: dict[int, dict[str, Any]] = {}
+        self._paused_secs = 0.0
+        self._began = time.perf_counter()
+        self._mark: tuple[int, float] | None = None  # a completed step and when that was
+        self._done: tuple[int, float] = (0, self._began)
+
+    def add(self, step: int, measured: dict[str, Any]) -> None:
+        """Takes what step number `step` (1-based) measured; waits for the step before the two before it."""
+        self._in_flight.append((step, measured))
+        if self._mark is None:  # the first step of this process: what it waits for is the compiler
+            self._complete_oldest()
+            self._mark = self._done
+            self._progress.note(f"first step after {self._done[1] - self._began:.1f} s, compilation included")
+        while len(self._in_flight) > _IN_FLIGHT:
+            self._complete_oldest()
+
+    def line(self, step: int, known: Mapping[str, Any]) -> None:
+        """Asks for a line of the step just added; `known` may hold device arrays."""
+        self._due[step] = dict(known)
+        if step <= self._done[0]:
+            self._write(step)
+
+    def flush(self) -> None:
+        """Waits for all steps and writes their lines."""
+        while self._in_flight:
+            self._complete_oldest()
+
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        """For work between steps that tokens/s shall not count; nothing is in flight meanwhile."""
+        self.flush()
+        began = time.perf_counter()
+        yield
+        self._paused_secs += time.perf_counter() - began
+
+    def _complete_oldest(self) -> None:
+        step, measured = self._in_flight.popleft()
+        jax.block_until_ready(measured)
+        self._done = (step, time.perf_counter() - self._paused_secs)
+        self._window.append(measured)
+        if step in self._due:
+            self._write(step)
+
+    def _write(self, step: int) -> None:
+        known, window = jax.device_get((self._due.pop(step), self._window))
+        self._window = []
+        since_step, since = self._mark or (step - 1, self._began)
+        if since_step == step:  # only the first step, compilation included
+            since_step, since = step - 1, self._began
+        last = window[-1]
+        record = {
+            "step": step,
+            "loss": last["loss"],
+            "loss_mean": math.fsum(float(measured["loss"]) for measured in window) / len(window),
+            # The optimizer's count stands still in a skipped step; this step itself may be the latest one
+            # skipped.
+            "lr": self._schedule(step - 1 - int(last["skipped"])),
+            "tokens_per_sec": (step - since_step) * self._tokens_per_step / max(self._done[1] - since, 1e-9),
+            **{name: value for name, value in last.items() if name != "loss"},
+            **known,
+        }
+        record = {name: value.item() if hasattr(value, "item") else value for name, value in record.items()}
+        self._mark = self._done
+        self._writer.write(record)
+        self._progress.update(record)

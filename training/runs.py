@@ -1,0 +1,58 @@
+"""The folders of runs: a new one for each run, and the newest one to go on from."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from training.config import Config
+from training.report import CONFIG_FILE
+
+ROOT = Path("runs")
+
+
+def new_folder(config: Config) -> Path:
+    """Makes the folder of a new run, with its config.json; a folder that holds a run already is refused."""
+    if config.run.folder:
+        folder = Path(config.run.folder)
+        if (folder / CONFIG_FILE).exists():
+            raise ValueError(
+                f"run.folder must not hold another run, but {folder / CONFIG_FILE} exists. Use --resume "
+                f"{folder} to go on "
+                "with it, or another folder."
+            )
+        folder.mkdir(parents=True, exist_ok=True)
+    else:
+        folder = _numbered(config.run.name)
+    config.save(folder / CONFIG_FILE)
+    return folder
+
+
+def _numbered(name: str) -> Path:
+    number = 1
+    while True:
+        folder = ROOT / f"{name}-{number}"
+        try:
+            folder.mkdir(parents=True)  # atomic: two runs started together get two folders
+            return folder
+        except FileExistsError:
+            number += 1
+
+
+def latest() -> Path:
+    """The folder in runs/ that was written last."""
+    found = sorted(ROOT.glob(f"*/{CONFIG_FILE}"), key=lambda path: path.stat().st_mtime)
+    if not found:
+        raise ValueError(f"--resume needs a run, got none in {ROOT}/. Name its folder: --resume FOLDER.")
+    return found[-1].parent
+
+
+def load_config(folder: str | Path) -> Config:
+    """The settings a run was started with; its folder may have been moved since."""
+    folder = Path(folder)
+    if not (folder / CONFIG_FILE).is_file():
+        raise ValueError(
+            f"a run's folder must hold {CONFIG_FILE}, got {folder}. Give the folder printed at its start."
+        )
+    config = Config.load(folder / CONFIG_FILE)
+    return dataclasses.replace(config, run=dataclasses.replace(config.run, folder=str(folder)))

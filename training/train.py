@@ -1,0 +1,286 @@
+"""The trainer: build everything, then one loop of batch, step, log, evaluate, save; nothing else happens.
+
+    setup = build(config)                              # mesh, data, model, optimizer, compiled step
+    outcome = train(setup, folder, resume=False)
+
+Measurements stay on the device until a step is long done (_log.py), so that no step waits for the host.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any, TextIO
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import models
+import scape_jax
+from training import metrics, preflight, report, runs
+from training._log import RunLog
+from training._signals import StopSignals
+from training.checkpoint import Checkpoints
+from training.config import Config
+from training.data import eval_batches, make_loader
+from training.evaluate import Evaluation, evaluate, place
+from training.mesh import AXIS_NAME, make_mesh
+from training.metrics import MetricsWriter
+from training.optimizers import make_optimizer
+from training.progress import Progress, amount, quantity
+from training.schedules import Schedule, make_schedule
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """All that is fixed before the first step."""
+
+    config: Config
+    model: models.Config
+    mesh: Mesh
+    data: preflight.Data
+    schedule: Schedule
+    step: Any  # scape_jax.TrainStep: (params, opt_state, batch) -> (params, opt_state, metrics)
+
+    @property
+    def parameters(self) -> int:
+        return models.num_params(self.model)
+
+
+@dataclasses.dataclass
+class State:
+    """What changes from step to step and goes into a checkpoint; `totals` counts over all attempts at the
+    run.
+    """
+
+    step: int
+    params: Any
+    opt_state: Any
+    loader: Any
+    totals: dict[str, float]
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """How a run ended: its summary, or the exit code of the signal that stopped it."""
+
+    folder: Path
+    step: int
+    summary: dict[str, Any] | None
+    exit_code: int
+
+
+def build(config: Config) -> Setup:
+    """Opens the data and makes mesh, schedule, optimizer and step; the devices must exist
+    (mesh.prepare_devices).
+    """
+    preflight.check(config)
+    model = config.model.build()
+    mesh = make_mesh(config.mesh.data)
+    schedule = make_schedule(config.schedule, config.run.steps)
+    step = scape_jax.make_train_step(
+        models.loss_fn(model),
+        make_optimizer(config, schedule, AXIS_NAME),
+        mesh,
+        axis_name=AXIS_NAME,
+        accumulate=config.data.accumulate,
+    )
+    return Setup(config, model, mesh, preflight.open_data(config), schedule, step)
+
+
+def start(setup: Setup) -> State:
+    """The state before the first step. Raises ValueError where the workers' parameters differ or the data do
+    not fit.
+    """
+    config = setup.config
+    params = models.init_params(setup.model, config.run.seed)
+    params = jax.device_put(params, NamedSharding(setup.mesh, PartitionSpec()))
+    if config.checkpoint.parameters_from:
+        source = Path(config.checkpoint.parameters_from)
+        runs.load_config(source)  # a clear error where this is no run
+        with Checkpoints(source) as checkpoints:
+            params = checkpoints.restore_params(params, config)
+    loader = make_loader(
+        setup.data.train,
+        global_batch=config.data.global_batch,
+        length=config.data.length,
+        seed=config.run.seed,
+        num_workers=config.mesh.data,
+        vocab_size=setup.model.vocab_size,
+        process_index=jax.process_index(),
+        process_count=jax.process_count(),
+    )
+    totals = {"bytes_sent": 0.0, "dense_bytes": 0.0, "secs": 0.0}
+    return State(0, params, setup.step.init(params), loader, totals)
+
+
+def restore(setup: Setup, checkpoints: Checkpoints) -> State:
+    """The state of the newest checkpoint."""
+    fresh = start(dataclasses.replace(setup, config=_without_source(setup.config)))
+    found = checkpoints.restore(fresh.params, fresh.opt_state, setup.config)
+    fresh.loader.set_state(found.data_state)
+    return State(found.step, found.params, found.opt_state, fresh.loader, dict(found.totals))
+
+
+def _without_source(config: Config) -> Config:
+    return dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, parameters_from=""))
+
+
+def validate(setup: Setup, params: Any, batches: int, stop: StopSignals | None = None) -> Evaluation | None:
+    """Loss on up to `batches` batches of held-out text (0: all of it); None if a signal came in between."""
+    config = setup.config
+    held_out = eval_batches(
+        setup.data.validation,
+        config.data.global_batch // config.data.accumulate,
+        config.data.length,
+        batches or None,
+        num_workers=config.mesh.data,
+        vocab_size=setup.model.vocab_size,
+        process_index=jax.process_index(),
+        process_count=jax.process_count(),
+    )
+    should_stop = (lambda: stop.received is not None) if stop else (lambda: False)
+    return evaluate(setup.model, params, held_out, setup.mesh, AXIS_NAME, should_stop=should_stop)
+
+
+def train(setup: Setup, folder: Path, *, resume: bool = False, out: TextIO | None = None) -> Outcome:
+    """Runs the steps that are left, leaving metrics, checkpoints, summary.json and report.html in `folder`.
+
+    A first Ctrl-C or SIGTERM ends the loop after the current step, with a checkpoint; a second one ends the
+    process.
+    """
+    config, began = setup.config, time.perf_counter()
+    total, evaluate_every, save_every = config.run.steps, config.eval.every, config.checkpoint.every
+    with contextlib.ExitStack() as stack:
+        checkpoints = stack.enter_context(Checkpoints(folder, keep=config.checkpoint.keep))
+        state = restore(setup, checkpoints) if resume else start(setup)
+        stack.callback(state.loader.close)
+        earlier_secs = state.totals["secs"]
+        writer = stack.enter_context(
+            MetricsWriter(folder, start_step=state.step, tensorboard=config.log.tensorboard)
+        )
+        progress = stack.enter_context(Progress(total, file=out))
+        stop = stack.enter_context(
+            StopSignals(
+                lambda number: progress.note("stopping after this step; once more to leave at once, unsaved")
+            )
+        )
+        progress.note(startup_text(setup, folder, state.step))
+        log = RunLog(writer, progress, tokens_per_step=config.tokens_per_step, schedule=setup.schedule)
+
+        while state.step < total and stop.received is None:
+            batch = place(next(state.loader), setup.mesh, AXIS_NAME)
+            state.params, state.opt_state, measured = setup.step(state.params, state.opt_state, batch)
+            wire = setup.step.wire_bytes(state.step)
+            state.totals["bytes_sent"] += wire.total_bytes
+            state.totals["dense_bytes"] += wire.dense_total_bytes
+            state.step += 1
+            log.add(state.step, measured)
+
+            if state.step % config.log.every == 0 or state.step == total:
+                telemetry = setup.step.telemetry(state.opt_state) if config.log.telemetry else {}
+                log.line(state.step, {**_bytes(state), "wire_bytes": wire.total_bytes, **telemetry})
+            if evaluate_every and state.step % evaluate_every == 0 and state.step < total:
+                with log.pause():
+                    result = validate(setup, state.params, config.eval.batches, stop)
+                    _record_validation(setup, state, result, writer, progress)
+            if save_every and state.step % save_every == 0 and state.step < total:
+                with log.pause():
+                    state.totals["secs"] = earlier_secs + time.perf_counter() - began
+                    save(setup, state, checkpoints)
+
+        log.flush()
+        state.totals["secs"] = earlier_secs + time.perf_counter() - began
+        save(setup, state, checkpoints)
+        checkpoints.wait()  # nothing is promised below that is not on disk
+        final = (
+            validate(setup, state.params, config.eval.final_batches, stop) if stop.received is None else None
+        )
+        if final is None:
+            progress.note(f"saved step {state.step}; to go on: python scripts/pretrain.py --resume {folder}")
+            return Outcome(folder, state.step, None, stop.exit_code)
+        _record_validation(setup, state, final, writer, progress)
+        state.totals["secs"] = earlier_secs + time.perf_counter() - began
+    summary = summarise(setup, state, final, metrics.read(folder))
+    (folder / report.SUMMARY_FILE).write_text(json.dumps(summary, indent=2) + "\n")
+    report.write_report(folder)
+    return Outcome(folder, state.step, summary, 0)
+
+
+def _bytes(state: State) -> dict[str, float]:
+    return {"bytes_sent_total": state.totals["bytes_sent"], "dense_bytes_total": state.totals["dense_bytes"]}
+
+
+def _record_validation(
+    setup: Setup, state: State, result: Evaluation | None, writer: MetricsWriter, progress: Progress
+) -> None:
+    if result is None:  # a signal cut it short: half an average is not a result
+        return
+    record = {"step": state.step, "validation_loss": result.loss, "validation_perplexity": result.perplexity}
+    if setup.data.validation.tokenizer_name == "byte":
+        record["bits_per_byte"] = result.bits_per_token
+    writer.write({**record, **_bytes(state)})
+    progress.note(f"step {state.step}  validation loss {result.loss:.4f} ({quantity(result.tokens)} tokens)")
+
+
+def save(setup: Setup, state: State, checkpoints: Checkpoints) -> None:
+    """Starts writing the whole state."""
+    checkpoints.save(
+        state.step,
+        state.params,
+        state.opt_state,
+        config=setup.config,
+        data_state=state.loader.get_state(),
+        totals=state.totals,
+    )
+
+
+def startup_text(setup: Setup, folder: Path, step: int) -> str:
+    """What is about to run, in a few aligned lines."""
+    config, wire = setup.config, setup.step.wire_bytes(setup.config.run.steps - 1)
+    optimizer = config.optimizer.name + (
+        f", density {config.optimizer.density:g}" if config.optimizer.is_sparse else ""
+    )
+    devices = f"{config.mesh.data} x {setup.mesh.devices.flat[0].device_kind}"
+    dense = amount(wire.dense_total_bytes)
+    sent = f"{amount(wire.total_bytes)} per worker and step, dense {dense}"
+    if wire.total_bytes:
+        sent += f" ({wire.dense_total_bytes / wire.total_bytes:.1f}x fewer)"
+    rows = [
+        ("run", f"{folder}" + (f", going on from step {step}" if step else "")),
+        ("model", f"{config.model.preset}, {setup.parameters:,} parameters"),
+        ("data", f"{len(setup.data.train):,} tokens of {setup.data.train.path}"),
+        ("workers", devices),
+        ("optimizer", optimizer),
+        ("exchange", sent),
+        ("batch", f"{config.tokens_per_step:,} tokens per step, {config.run.steps:,} steps"),
+        ("memory", f"about {preflight.estimate_memory(config)}"),
+    ]
+    return "\n".join(f"{name:<10} {text}" for name, text in rows)
+
+
+def summarise(setup: Setup, state: State, final: Evaluation, records: list[dict[str, Any]]) -> dict[str, Any]:
+    """The numbers of a finished run; training loss is the mean over its last twentieth."""
+    logged = [record for record in records if "loss_mean" in record]
+    tail = [r["loss_mean"] for r in logged if r["step"] > 0.95 * state.step] or [logged[-1]["loss_mean"]]
+    wire = setup.step.wire_bytes(state.step - 1)
+    return {
+        "steps": state.step,
+        "train_loss": statistics.fmean(tail),
+        "validation_loss": final.loss,
+        "perplexity": final.perplexity,
+        "bits_per_byte": final.bits_per_token if setup.data.validation.tokenizer_name == "byte" else None,
+        "tokens_per_sec": statistics.median(r["tokens_per_sec"] for r in logged),
+        "secs": state.totals["secs"],
+        "parameters": setup.parameters,
+        "workers": setup.config.mesh.data,
+        "bytes_per_step": wire.total_bytes,
+        "dense_bytes_per_step": wire.dense_total_bytes,
+        "bytes_sent_total": state.totals["bytes_sent"],
+        "dense_bytes_total": state.totals["dense_bytes"],
+        "skipped": logged[-1].get("skipped", 0),
+    }
