@@ -28,9 +28,9 @@ MAY_IMPORT = {
 DISTRIBUTION_OF = {"orbax": "orbax-checkpoint", "yaml": "PyYAML"}
 
 
-def imported_names(source: str, package: str) -> Iterator[tuple[int, str]]:
+def imported_names(source: str, package: str, file: str = "source") -> Iterator[tuple[int, str]]:
     """Line and full name of every import: `from a import b` gives `a.b`, relative ones start at `package`."""
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(ast.parse(source, file)):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -45,7 +45,8 @@ def modules() -> list[Path]:
 
 
 def imports_of(path: Path) -> list[tuple[int, str]]:
-    return list(imported_names((ROOT / path).read_text(encoding="utf-8"), ".".join(path.parent.parts)))
+    source = (ROOT / path).read_text(encoding="utf-8")
+    return list(imported_names(source, ".".join(path.parent.parts), str(path)))
 
 
 def layer_violations(package: str, imports: list[tuple[int, str]]) -> list[str]:
