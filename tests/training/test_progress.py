@@ -1,0 +1,48 @@
+"""The progress line: what it says, plain lines without a terminal."""
+
+import io
+
+import pytest
+
+from training.progress import Progress, amount, duration, quantity
+
+RECORD = {
+    "step": 50, "loss": 2.5, "loss_mean": 2.25, "tokens_per_sec": 12345.0, "bytes_sent_total": 2e6,
+    "dense_bytes_total": 2e7, "skipped": 0,
+}  # fmt: skip
+
+
+def test_plain_line_without_a_terminal():
+    out = io.StringIO()
+    with Progress(100, file=out) as progress:
+        progress.update(RECORD)
+        progress.note("saved")
+    line, note = out.getvalue().splitlines()
+    assert line == "step 50/100  loss 2.250  12.3k tokens/s  sent 2 MB of 20 MB dense (10.0x fewer)  ? left"
+    assert note == "saved"
+    assert "\x1b" not in out.getvalue()
+
+
+def test_time_left_follows_the_steps(monkeypatch):
+    clock = iter([0.0, 10.0])
+    monkeypatch.setattr("time.perf_counter", lambda: next(clock))
+    progress = Progress(100, file=io.StringIO())
+    progress.line(RECORD)
+    assert "  40s left" in progress.line({**RECORD, "step": 60})  # 10 steps took 10 s, 40 are left
+
+
+def test_skipped_steps_and_one_worker():
+    progress = Progress(100, file=io.StringIO())
+    assert progress.line({**RECORD, "skipped": 3}).endswith("3 skipped")
+    assert "sent" not in progress.line({**RECORD, "bytes_sent_total": 0, "dense_bytes_total": 0})
+
+
+@pytest.mark.parametrize(
+    ("function", "value", "text"),
+    [
+        (quantity, 999, "999"), (quantity, 1.5e6, "1.5M"), (amount, 512, "512 B"), (amount, 2_050_000, "2.05 MB"),
+        (duration, 59.9, "59s"), (duration, 61, "1m01s"), (duration, 3725, "1h02m"), (duration, float("nan"), "?"),
+    ],
+)  # fmt: skip
+def test_numbers_for_people(function, value, text):
+    assert function(value) == text

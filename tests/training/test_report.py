@@ -1,0 +1,96 @@
+"""report.html and the comparison: self-contained, complete, also for unfinished runs."""
+
+import json
+import re
+
+import pytest
+
+from scripts import compare as command
+from training import config as settings
+from training import report
+from training.metrics import MetricsWriter
+
+SUMMARY = {
+    "steps": 40, "train_loss": 2.01, "validation_loss": 2.13, "perplexity": 8.4, "bits_per_byte": 3.07,
+    "tokens_per_sec": 1234.0, "secs": 61.0, "parameters": 1000, "workers": 4, "bytes_per_step": 1000.0,
+    "dense_bytes_per_step": 8000.0, "bytes_sent_total": 4e4, "dense_bytes_total": 3.2e5, "skipped": 0,
+}  # fmt: skip
+
+
+def make_run(folder, *, finished=True, optimizer="scape", shift=0.0):
+    config = settings.update(settings.preset("tiny"), {"optimizer.name": optimizer, "run.steps": 40})
+    folder.mkdir()
+    config.save(folder / "config.json")
+    with MetricsWriter(folder, tensorboard=False) as writer:
+        for step in range(10, 41, 10):
+            sent = {"bytes_sent_total": 1e3 * step, "dense_bytes_total": 8e3 * step}
+            writer.write(
+                {"step": step, "loss": 5.0, "loss_mean": 5 - step / 20 + shift, "lr": 1e-3, "density": 0.1,
+                 "tokens_per_sec": 1e3, "wire_bytes": 1000, "mask_overlap": 0.9, "residual_norm": 1.0,
+                 "kept_norm": 2.0, "grad_norm": 0.5, **sent}
+            )  # fmt: skip
+            if step % 20 == 0:
+                writer.write({"step": step, "validation_loss": 5 - step / 22 + shift, **sent})
+    if finished:
+        summary = SUMMARY | {"validation_loss": SUMMARY["validation_loss"] + shift}
+        (folder / "summary.json").write_text(json.dumps(summary))
+    return folder
+
+
+def test_report_is_self_contained_and_complete(tmp_path):
+    text = report.write_report(make_run(tmp_path / "a")).read_text()
+    assert text.count("<svg") == 1 and "<?xml" not in text and "<!DOCTYPE svg" not in text
+    # nothing is fetched: no scripts, images, style sheets or links; the rest are XML names
+    assert not re.search(r"<(script|img|link|iframe)\b", text)
+    assert not re.search(r"(src|href)=['\"]\s*https?:", text)
+    for title in ("loss (nats per token)", "bytes sent per worker", "density of the mask", "overlap of adjacent"):
+        assert title in text, title
+    assert "residual" in text and "2.1300" in text and "8.0" in text
+    assert "&quot;staleness_power&quot;" in text
+
+
+def test_report_of_an_unfinished_run(tmp_path):
+    text = report.write_report(make_run(tmp_path / "a", finished=False)).read_text()
+    assert "not finished" in text and "<svg" in text
+
+
+def test_panels_without_data_are_left_out(tmp_path):
+    run = report.read_run(make_run(tmp_path / "a"))
+    kept = [{k: v for k, v in r.items() if k not in ("mask_overlap", "density")} for r in run.records]
+    titles = [axes.get_title() for axes in report.run_figure(report.RunResults(run.folder, run.config, kept, {})).axes]
+    assert "overlap of adjacent masks" not in titles and "loss (nats per token)" in titles
+
+
+def test_curves_hold_the_logged_values(tmp_path):
+    figure = report.run_figure(report.read_run(make_run(tmp_path / "a")))
+    loss = next(axes for axes in figure.axes if axes.get_title() == "loss (nats per token)")
+    training, validation = loss.get_lines()
+    assert list(training.get_xdata()) == [10, 20, 30, 40]
+    assert list(training.get_ydata()) == [4.5, 4.0, 3.5, 3.0]
+    assert list(validation.get_xdata()) == [20, 40]
+
+
+def test_folder_without_a_run(tmp_path):
+    with pytest.raises(ValueError, match="must hold config.json"):
+        report.read_run(tmp_path)
+
+
+def test_compare_prints_one_table_and_one_picture(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    worse = make_run(tmp_path / "worse", shift=0.5)
+    better = make_run(tmp_path / "better", optimizer="adams")
+    going = make_run(tmp_path / "going", finished=False, shift=9.0)
+    out = tmp_path / "picture.png"
+    assert command.main([str(worse), str(going), str(better), "--out", str(out)]) == 0
+    told = capsys.readouterr().out
+    assert told.index("better (adams)") < told.index("worse (scape d=0.1)") < told.index("going (scape d=0.1)")
+    assert out.read_bytes().startswith(b"\x89PNG")
+    page = (tmp_path / "picture.html").read_text()
+    assert "<svg" in page and "better (adams)" in page
+
+
+def test_compare_refuses_clearly(tmp_path, capsys):
+    assert command.main([str(tmp_path / "absent")]) == 2
+    assert "must hold config.json" in capsys.readouterr().err
+    assert command.main([str(make_run(tmp_path / "a")), "--out", "picture.jpg"]) == 2
+    assert "--out must end in .png" in capsys.readouterr().err
