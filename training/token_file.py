@@ -79,7 +79,7 @@ def token_dtype(vocab_size: int) -> np.dtype:
 
 def check_ids(ids: NDArray[np.integer], vocab_size: int, first_position: int, source: str) -> None:
     """Raises if one of `ids`, which stand from `first_position` in `source`, is outside [0, vocab_size)."""
-    if ids.size == 0 or (ids.max() < vocab_size and ids.min() >= 0):
+    if ids.size == 0 or (int(np.max(ids)) < vocab_size and int(np.min(ids)) >= 0):
         return
     wrong = int(np.argmax((ids >= vocab_size) | (ids < 0)))
     raise ValueError(

@@ -152,6 +152,11 @@ def test_other_sources_get_another_folder(many, tmp_path):
     assert first.train.path.parent != second.train.path.parent
     total = {name: len(c.train) + len(c.validation) for name, c in [("first", first), ("second", second)]}
     assert total["second"] == total["first"] + len("more = 1\n") + 1
+    (many / "more.py").rename(many / "renamed.py")
+    third = prepare_stdlib(tmp_path / "cache", folder=many)
+    (many / "renamed.py").write_text("more = 12\n")
+    fourth = prepare_stdlib(tmp_path / "cache", folder=many)
+    assert len({c.train.path.parent for c in (first, second, third, fourth)}) == 4
 
 
 def test_another_tokenizer_gets_another_folder(many, tmp_path):

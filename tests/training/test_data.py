@@ -83,6 +83,17 @@ def test_each_epoch_has_an_order_of_its_own(tokens_24):
     assert list(range(24)) not in [list(epoch) for epoch in epochs]
 
 
+def test_the_order_is_the_same_in_every_version(tokens_24):
+    """A known answer: a run resumed after an upgrade must not silently continue in another order."""
+    with loader_of(tokens_24, global_batch=8) as loader:
+        assert take(loader, 4) == [
+            [18, 8, 16, 7, 20, 13, 1, 0],
+            [19, 17, 10, 9, 21, 15, 3, 2],
+            [11, 6, 12, 14, 4, 23, 22, 5],
+            [6, 20, 4, 13, 0, 7, 10, 16],
+        ]
+
+
 def test_seeds_share_no_orders(tokens_24):
     """grain adds the epoch to the seed: epoch 1 of seed 0 must not be epoch 0 of seed 1."""
     orders = []
