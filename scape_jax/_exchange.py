@@ -1,0 +1,157 @@
+"""The two collectives that everything here uses, their options, and what travels with every exchange.
+
+A worker axis of size 1, or no axis, skips the collective and nothing else.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+AxisName = str | tuple[str, ...] | None
+PAYLOAD_DTYPES = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16))
+
+
+class StepStats(NamedTuple):
+    """What the last exchange told about the step. Equal on all workers.
+
+    Attributes:
+      loss: float32 (), mean over workers of the `value` that update() was given, else 0.
+      grad_norm: float32 (), global norm of the averaged gradient before clipping.
+      clip_factor: float32 (), what the gradient was multiplied by.
+      skipped: int32 (), steps skipped so far because a gradient was not finite.
+    """
+
+    loss: jax.Array
+    grad_norm: jax.Array
+    clip_factor: jax.Array
+    skipped: jax.Array
+
+
+def init_stats() -> StepStats:
+    zero = jnp.zeros((), jnp.float32)
+    return StepStats(zero, zero, jnp.ones((), jnp.float32), jnp.zeros((), jnp.int32))
+
+
+def axis_size(axis_name: AxisName) -> int:
+    """Workers on the axis; 1 without an axis.
+
+    Raises:
+      ValueError: the axis is not bound here.
+    """
+    if axis_name is None:
+        return 1
+    try:
+        return lax.axis_size(axis_name)
+    except NameError as error:
+        raise ValueError(
+            f"axis_name must name an axis of the surrounding shard_map, got {axis_name!r}, which is not bound here. "
+            "Use scape_jax.make_train_step (its init() makes the state), call init and update inside shard_map, "
+            "or pass axis_name=None for one worker."
+        ) from error
+
+
+def worker_index(axis_name: AxisName, num_workers: int) -> jax.Array:
+    return lax.axis_index(axis_name) if num_workers > 1 else jnp.zeros((), jnp.int32)
+
+
+def check_local(updates: Any, axis_name: AxisName, num_workers: int) -> None:
+    """Gradients must still be each worker's own: shard_map's check_vma sums those of replicated parameters by itself.
+
+    Raises:
+      ValueError: the gradients were already summed over the axis.
+    """
+    if num_workers == 1:
+        return
+    axes = {axis_name} if isinstance(axis_name, str) else set(axis_name or ())
+    if not axes <= jax.typeof(lax.axis_index(axis_name)).manual_axis_type.varying:
+        return  # check_vma=False: the types say nothing, and gradients are local.
+    for leaf in jax.tree.leaves(updates):
+        if not axes & jax.typeof(leaf).manual_axis_type.varying:
+            raise ValueError(
+                f"gradients must be each worker's own, got gradients already summed over {axis_name!r} (shard_map with "
+                "check_vma=True does that for replicated parameters). Take them with respect to "
+                f"jax.lax.pcast(params, {axis_name!r}, to='varying'), or use check_vma=False."
+            )
+
+
+def any_nonfinite(leaves: list[jax.Array]) -> jax.Array:
+    """float32 (): 1 if an entry of any leaf is NaN or infinite, else 0. One read of each leaf.
+
+    0 * x is 0 for finite x and NaN else; the sum of it is the fastest such reduction on CPU and GPU alike.
+    """
+    total = sum((jnp.sum(jnp.zeros((), x.dtype) * x, dtype=jnp.float32) for x in leaves), jnp.zeros((), jnp.float32))
+    return jnp.where(total == 0, 0.0, 1.0).astype(jnp.float32)
+
+
+def all_reduce_mean(
+    payload: list[jax.Array], nonfinite: jax.Array, loss: jax.Array, axis_name: AxisName, num_workers: int, dtype: Any
+) -> tuple[list[jax.Array], jax.Array, jax.Array]:
+    """ONE psum: the mean over workers of each payload array (float32), how many workers were non-finite, mean loss.
+
+    The arrays travel in `dtype`; the two control numbers in float32 beside them.
+    """
+    payload = [p.astype(dtype) for p in payload]
+    control = jnp.stack([nonfinite, loss.astype(jnp.float32)])
+    if num_workers > 1:
+        payload, control = lax.psum((payload, control), axis_name)
+    scale = 1.0 / num_workers
+    means = [p.astype(jnp.float32) * scale if num_workers > 1 else p.astype(jnp.float32) for p in payload]
+    return means, control[0], control[1] * scale
+
+
+def all_gather(x: jax.Array, axis_name: AxisName, num_workers: int) -> jax.Array:
+    """(n,) on each worker -> (W, n), equal on all."""
+    if num_workers == 1:
+        return x[None]
+    return lax.all_gather(x, axis_name, tiled=False, to="invarying")
+
+
+def clip_factor(grad_norm: jax.Array, clip_norm: Any) -> jax.Array:
+    """min(1, clip_norm / norm); 1 for a zero gradient."""
+    if clip_norm is None:
+        return jnp.ones((), jnp.float32)
+    return jnp.where(grad_norm > clip_norm, clip_norm / jnp.where(grad_norm > 0, grad_norm, 1.0), 1.0).astype(
+        jnp.float32
+    )
+
+
+def global_norm(leaves: list[jax.Array]) -> jax.Array:
+    return jnp.sqrt(sum((jnp.sum(jnp.square(x)) for x in leaves), jnp.zeros((), jnp.float32)))
+
+
+def communicating_states(opt_state: Any) -> list[Any]:
+    """The states inside an optax state that belong to transformations which exchange gradients."""
+    is_comm = lambda x: isinstance(getattr(x, "stats", None), StepStats)  # noqa: E731
+    return [x for x in jax.tree.leaves(opt_state, is_leaf=is_comm) if is_comm(x)]
+
+
+def hold_on_skip(tx: optax.GradientTransformationExtraArgs) -> optax.GradientTransformationExtraArgs:
+    """Makes a whole chain stand still when the exchange inside it skipped: schedules, moments and weight decay too.
+
+    The update is then -0.0, the one number that leaves every parameter bit-equal when added.
+    """
+
+    def update(updates, state, params=None, **extra_args):
+        new_updates, new_state = tx.update(updates, state, params, **extra_args)
+        ok = step_was_taken(state, new_state)
+        new_updates = jax.tree.map(lambda u: jnp.where(ok, u, jnp.full_like(u, -0.0)), new_updates)
+        return new_updates, keep_if(ok, new_state, state)
+
+    return optax.GradientTransformationExtraArgs(tx.init, update)
+
+
+def step_was_taken(old_state: Any, new_state: Any) -> jax.Array:
+    """bool (): no exchange in this optax state skipped the step."""
+    pairs = zip(communicating_states(old_state), communicating_states(new_state), strict=True)
+    return jnp.all(jnp.stack([new.stats.skipped == old.stats.skipped for old, new in pairs]))
+
+
+def keep_if(ok: jax.Array, new_state: Any, old_state: Any) -> Any:
+    """`new_state` where ok, else `old_state`; states that exchange gradients have done so by themselves."""
+    is_comm = lambda x: isinstance(getattr(x, "stats", None), StepStats)  # noqa: E731
+    return jax.tree.map(
+        lambda new, old: new if is_comm(new) else jnp.where(ok, new, old), new_state, old_state, is_leaf=is_comm
+    )

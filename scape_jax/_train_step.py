@@ -1,0 +1,328 @@
+"""The whole training step under shard_map, so that a user never writes a PartitionSpec.
+
+Gradients stay local to each worker; the optimizer owns the exchange. Step and optimizer are one jitted program, so that
+XLA can hide the gather of masks behind forward and backward.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from scape_jax import _exchange as ex
+from scape_jax._layout import path_name
+from scape_jax._telemetry import telemetry
+from scape_jax._wire import (
+    WireBytes,
+    collective_operand_bytes,
+    ring_all_gather_bytes,
+    ring_all_reduce_bytes,
+    wire_bytes,
+)
+
+
+def state_specs(opt_state: Any, axis_name: ex.AxisName = "data") -> Any:
+    """PartitionSpecs for an optimizer state: per-worker fields are sharded over the worker axis, the rest is replicated.
+
+    Args:
+      opt_state: an optax state (arrays or ShapeDtypeStructs), of any nesting.
+      axis_name: the workers' mesh axis or axes.
+
+    Returns:
+      A tree of PartitionSpecs with the structure of `opt_state`.
+    """
+    per_worker = lambda x: bool(getattr(type(x), "per_worker", ()))  # noqa: E731
+
+    def specs(node):
+        if not per_worker(node):
+            return PartitionSpec()
+        fields = {}
+        for name, value in node._asdict().items():
+            spec = PartitionSpec(axis_name) if name in type(node).per_worker else PartitionSpec()
+            fields[name] = jax.tree.map(lambda _, spec=spec: spec, value)
+        return type(node)(**fields)
+
+    return jax.tree.map(specs, opt_state, is_leaf=per_worker)
+
+
+def check_equal_on_workers(params: Any, mesh: Mesh, axis_name: ex.AxisName = "data") -> None:
+    """All workers must hold the same parameters, bit for bit. Communicates 4 bytes per leaf and worker.
+
+    Raises:
+      ValueError: names the first leaf that differs and the workers that differ from worker 0.
+    """
+    flat, _ = jax.tree_util.tree_flatten_with_path(params)
+
+    def digest(leaves):
+        def one(x):
+            if x.size == 0:
+                return jnp.zeros((), jnp.uint32)
+            width = x.dtype.itemsize
+            bits = lax.bitcast_convert_type(x, {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}[width])
+            bits = bits.reshape(-1).astype(jnp.uint32)
+            # The odd weights make a swap of two entries visible.
+            weight = jnp.arange(bits.size, dtype=jnp.uint32) * jnp.uint32(2654435761) | jnp.uint32(1)
+            return jnp.sum(bits * weight, dtype=jnp.uint32)
+
+        return ex.all_gather(jnp.stack([one(x) for x in leaves]), axis_name, ex.axis_size(axis_name))
+
+    fn = jax.shard_map(
+        digest, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False
+    )
+    digests = np.asarray(jax.jit(fn)([jnp.asarray(x) for _, x in flat])) if flat else np.zeros((1, 0))
+    differs = digests != digests[:1]
+    if differs.any():
+        leaf = int(np.argmax(differs.any(axis=0)))
+        workers = np.nonzero(differs[:, leaf])[0].tolist()
+        raise ValueError(
+            f"all workers must start from the same parameters, but {path_name(flat[leaf][0])!r} of worker(s) {workers} "
+            "differs from worker 0's. Initialise from one seed, or broadcast worker 0's parameters."
+        )
+
+
+class TrainStep:
+    """One training step on all workers; made by `make_train_step`."""
+
+    def __init__(self, loss_fn, tx, mesh, axis_name, accumulate, with_telemetry):
+        names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+        missing = [n for n in names if n not in mesh.axis_names]
+        if missing:
+            raise ValueError(
+                f"axis_name must name axes of the mesh, got {missing[0]!r}; the mesh has {tuple(mesh.axis_names)}."
+            )
+        if not isinstance(accumulate, int) or accumulate < 1:
+            raise ValueError(f"accumulate must be a whole number >= 1, got {accumulate!r}.")
+        self.mesh, self.axis_name = mesh, axis_name
+        self.num_workers = int(np.prod([mesh.shape[n] for n in names]))
+        self.accumulate = accumulate
+        self.tx = tx
+        self._loss_fn = loss_fn
+        self._with_telemetry = with_telemetry
+        self._tx_update = optax.with_extra_args_support(tx).update
+        self._programs: dict[int | None, Any] = {}
+        self._specs: Any = None
+        self._params_like: Any = None
+        self._last_count: Any = None
+        self._steady = False
+
+    # What the user calls -------------------------------------------------------------------------------------------
+
+    def init(self, params: Any) -> Any:
+        """Checks the parameters and makes the optimizer state, every worker's buffers on its own device.
+
+        Args:
+          params: a tree of floating-point arrays, equal on all workers.
+
+        Returns:
+          The optimizer state; per-worker buffers have a leading axis W.
+
+        Raises:
+          TypeError: a leaf is not floating-point. ValueError: workers hold different parameters, or `tx` exchanges nothing.
+        """
+        params = self.place(params)
+        self._prepare(params)
+        check_equal_on_workers(params, self.mesh, self.axis_name)
+        return jax.jit(self._mapped(self.tx.init, PartitionSpec(), self._specs))(params)
+
+    def place(self, params: Any) -> Any:
+        """The parameters as float arrays replicated over the mesh; a no-op where they are that already."""
+        replicated = NamedSharding(self.mesh, PartitionSpec())
+
+        def put(x):
+            if isinstance(x, jax.Array) and x.sharding == replicated:
+                return x
+            return jax.device_put(jnp.asarray(x), replicated)
+
+        return jax.tree.map(put, params)
+
+    def __call__(self, params: Any, opt_state: Any, batch: Any) -> tuple[Any, Any, dict[str, jax.Array]]:
+        """One step. `params` and `opt_state` are donated: use the returned ones.
+
+        Args:
+          params, opt_state: as returned by `init` and the previous step.
+          batch: a tree of arrays with a leading global batch axis, divisible by W * accumulate; worker n takes the n-th
+            contiguous part, in `accumulate` micro-batches.
+
+        Returns:
+          (params, opt_state, metrics); metrics are scalars on the devices: loss (mean over workers), grad_norm,
+          clip_factor, skipped, and with telemetry=True those of `telemetry`.
+
+        Raises:
+          ValueError: the batch does not divide, before anything is compiled.
+        """
+        self._check_batch(batch)
+        params = self.place(params)
+        if self._specs is None:
+            self._prepare(params)
+        level = self._level(opt_state)
+        if level not in self._programs:
+            self._programs[level] = self._compile_later(level)
+        params, opt_state, metrics = self._programs[level](params, opt_state, batch)
+        self._last_count = self._count(opt_state)
+        return params, opt_state, metrics
+
+    def telemetry(self, opt_state: Any) -> dict[str, jax.Array]:
+        """Figures about masks and residuals, see `scape_jax.telemetry`; {} for dense methods."""
+        if "telemetry" not in self._programs:
+            fn = functools.partial(telemetry, axis_name=self.axis_name)
+            specs = state_specs(opt_state, self.axis_name)
+            self._programs["telemetry"] = jax.jit(self._mapped(fn, specs, PartitionSpec(), wrap=True))
+        return self._programs["telemetry"](opt_state)
+
+    def wire_bytes(self, step: int | None = None) -> WireBytes:
+        """What one worker sends in step number `step` (from 1; None: after warm-up). Needs `init` or one step before.
+
+        The closed form where `tx` is one of scape_jax's optimizers, else counted from the update's jaxpr.
+        """
+        if self._params_like is None:
+            raise ValueError("wire_bytes needs the parameters' shapes: call init(params) first.")
+        if hasattr(self.tx, "wire"):
+            return self.tx.wire(self._params_like, num_workers=self.num_workers, step=step)
+        found = self.collective_bytes()
+        dense = wire_bytes(self._params_like, num_workers=self.num_workers, method="all_reduce")
+        return WireBytes(
+            all_reduce_operand=found["all_reduce"],
+            all_gather_operand=found["all_gather"],
+            values_bytes=ring_all_reduce_bytes(found["all_reduce"], self.num_workers),
+            mask_bytes=ring_all_gather_bytes(found["all_gather"], self.num_workers),
+            dense_bytes=0,
+            dense_total_bytes=dense.dense_total_bytes,
+            density=float("nan"),
+        )
+
+    def collective_bytes(self, level: int | None = None) -> dict[str, int]:
+        """Operand bytes of the collectives in the update's jaxpr, see `collective_operand_bytes`."""
+        update = lambda g, s, p: self._tx_update(g, s, p)  # noqa: E731
+        fn = self._mapped(update, (PartitionSpec(), self._specs, PartitionSpec()), (PartitionSpec(), self._specs))
+        return collective_operand_bytes(fn, self._params_like, self._state_like, self._params_like, level=level)
+
+    # How it is done ------------------------------------------------------------------------------------------------
+
+    def _mapped(self, fn: Callable, in_specs: Any, out_specs: Any, wrap: bool = False) -> Callable:
+        # check_vma=False: gradients of replicated parameters stay local instead of being summed silently.
+        in_specs = (in_specs,) if wrap else in_specs
+        return jax.shard_map(fn, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+    def _prepare(self, params: Any) -> None:
+        like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+        # The structure of the state is all that is wanted here; its specs follow from it.
+        local = jax.eval_shape(self._mapped(self.tx.init, PartitionSpec(), PartitionSpec()), like)
+        if not ex.communicating_states(local):
+            raise ValueError(
+                "tx must exchange gradients between workers, got a transformation that does not. Use scape_jax.scape, "
+                "adams, adamw or topk, or chain scape_jax.all_reduce_gradients(axis_name) before it."
+            )
+        self._specs = state_specs(local, self.axis_name)
+        self._params_like = like
+        self._state_like = jax.eval_shape(self._mapped(self.tx.init, PartitionSpec(), self._specs), like)
+
+    def _check_batch(self, batch: Any) -> None:
+        parts = self.num_workers * self.accumulate
+        for path, leaf in jax.tree_util.tree_flatten_with_path(batch)[0]:
+            size = jnp.shape(leaf)[0] if jnp.ndim(leaf) else 0
+            if size == 0 or size % parts:
+                raise ValueError(
+                    f"the batch must be divisible by workers * accumulate = {self.num_workers} * {self.accumulate} = "
+                    f"{parts}, got {size} rows in {path_name(path)!r}. Use a multiple of {parts}."
+                )
+
+    def _count(self, opt_state: Any) -> Any:
+        for state in ex.communicating_states(opt_state):
+            if hasattr(state, "count"):
+                return state.count
+        return None
+
+    def _level(self, opt_state: Any) -> int | None:
+        """The density level if it is the last one for good, else None: then the program chooses by the step count.
+
+        Once the last level is reached there is no conditional left in the program, and no host read per step: a state
+        that this object returned itself is known to be past that point.
+        """
+        final = getattr(self.tx, "final_level", 0)
+        if final == 0 or any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(opt_state)):
+            return None
+        count = self._count(opt_state)
+        if not (self._steady and count is self._last_count):
+            self._steady = int(count) >= self.tx.final_count
+        return final if self._steady else None
+
+    def _compile_later(self, level: int | None) -> Callable:
+        in_specs = (PartitionSpec(), self._specs, PartitionSpec(self.axis_name))
+        out_specs = (PartitionSpec(), self._specs, PartitionSpec())
+        fn = functools.partial(self._local_step, level=level)
+        return jax.jit(self._mapped(fn, in_specs, out_specs), donate_argnums=(0, 1))
+
+    def _local_step(self, params: Any, opt_state: Any, batch: Any, *, level: int | None):
+        """What one worker does; `params` replicated, `batch` this worker's part."""
+        loss, grads = self._loss_and_grads(params, batch)
+        bad = ex.any_nonfinite([g for g in jax.tree.leaves(grads)])
+        extra = {} if level is None else {"level": level}
+        updates, new_state = self._tx_update(grads, opt_state, params, value=loss, nonfinite=bad, **extra)
+        ok = ex.step_was_taken(opt_state, new_state)
+        new_params = jax.tree.map(lambda n, o: jnp.where(ok, n, o), optax.apply_updates(params, updates), params)
+        new_state = ex.keep_if(ok, new_state, opt_state)
+        stats = ex.communicating_states(new_state)[0].stats
+        metrics = stats._asdict()
+        if self._with_telemetry:
+            metrics |= telemetry(new_state, self.axis_name)
+        return new_params, new_state, metrics
+
+    def _loss_and_grads(self, params: Any, batch: Any) -> tuple[jax.Array, Any]:
+        """Mean loss and mean gradient over the micro-batches; clipping comes later, once, on the average."""
+        value_and_grad = jax.value_and_grad(self._loss_fn)
+        if self.accumulate == 1:
+            return value_and_grad(params, batch)
+        micro = jax.tree.map(lambda x: x.reshape(self.accumulate, -1, *x.shape[1:]), batch)
+
+        def add(total, part):
+            loss, grads = value_and_grad(params, part)
+            total_loss, total_grads = total
+            add32 = lambda a, b: a + b.astype(jnp.float32)  # noqa: E731
+            return (total_loss + loss.astype(jnp.float32), jax.tree.map(add32, total_grads, grads)), None
+
+        zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
+        (loss, grads), _ = lax.scan(add, (jnp.zeros((), jnp.float32), zeros), micro)
+        return loss / self.accumulate, jax.tree.map(lambda g: g / self.accumulate, grads)
+
+
+def make_train_step(
+    loss_fn: Callable[[Any, Any], jax.Array],
+    tx: optax.GradientTransformation,
+    mesh: Mesh,
+    *,
+    axis_name: ex.AxisName = "data",
+    accumulate: int = 1,
+    telemetry: bool = False,
+) -> TrainStep:
+    """A jitted data-parallel training step for a transformation that exchanges gradients itself.
+
+    Args:
+      loss_fn: (params, batch) -> scalar loss, the mean over the batch it is given.
+      tx: scape_jax.scape, adams, adamw, topk, or an optax chain that holds one of them, built with the same axis_name.
+      mesh: a mesh that has the axis; parameters are replicated over it.
+      axis_name: the workers' axis (or axes).
+      accumulate: micro-batches per step and worker; their gradients are averaged before the exchange and clipped once.
+      telemetry: add masks' and residuals' figures to the metrics of each step (a few scalars more on the wire).
+
+    Returns:
+      A TrainStep: `opt_state = step.init(params)`, then `params, opt_state, metrics = step(params, opt_state, batch)`.
+
+    Raises:
+      ValueError: the axis is not in the mesh, or accumulate is below 1.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, scape_jax
+      >>> mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+      >>> loss_fn = lambda params, batch: jnp.mean((batch @ params["w"]) ** 2)
+      >>> step = scape_jax.make_train_step(loss_fn, scape_jax.scape(1e-3, density=0.1, axis_name="data"), mesh)
+      >>> params = {"w": jnp.ones((64, 128))}
+      >>> opt_state = step.init(params)
+      >>> params, opt_state, metrics = step(params, opt_state, jnp.ones((8, 64)))
+    """
+    return TrainStep(loss_fn, tx, mesh, axis_name, accumulate, telemetry)
