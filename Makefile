@@ -16,12 +16,13 @@ PYTHON := $(shell for p in python3 python3.11 python3.12 python3.13 python3.14 p
 endif
 
 .NOTPARALLEL:
-.PHONY: help demo test lint clean
+.PHONY: help demo test lint format clean
 
 help:
 	@echo "make demo    train a small language model with SCAPE on 8 virtual workers (a few minutes, no GPU)"
 	@echo "make test    run the tests          (TESTS=tests/models PYTEST_FLAGS=-x)"
 	@echo "make lint    ruff and mypy"
+	@echo "make format  let ruff repair and lay out the code"
 	@echo "make clean   remove environments and caches; runs/ is kept"
 
 demo: $(VENV)/.installed-test
@@ -32,7 +33,12 @@ test: $(VENV)/.installed-test
 
 lint: $(VENV)/.installed-dev
 	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
 	$(PY) -m mypy
+
+format: $(VENV)/.installed-dev
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
 
 # The stamp is younger than what it was made from, so the install runs again only when a dependency changes.
 # Without build isolation the pinned setuptools builds the package; an isolated build would fetch any version.
