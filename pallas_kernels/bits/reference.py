@@ -30,7 +30,7 @@ def pack(mask: jax.Array) -> jax.Array:
     pad = num_words(mask.shape[-1]) * WORD_BITS - mask.shape[-1]
     if pad:
         mask = jnp.pad(mask, [(0, 0)] * (mask.ndim - 1) + [(0, pad)])
-    bits = mask.reshape(*mask.shape[:-1], -1, WORD_BITS).astype(jnp.uint32)
+    bits = mask.reshape(*mask.shape[:-1], num_words(mask.shape[-1]), WORD_BITS).astype(jnp.uint32)
     lanes = _lanes().reshape((1,) * (bits.ndim - 1) + (WORD_BITS,))
     return jnp.sum(bits << lanes, axis=-1, dtype=jnp.uint32)
 
@@ -38,7 +38,7 @@ def pack(mask: jax.Array) -> jax.Array:
 def unpack(words: jax.Array, size: int) -> jax.Array:
     """uint32 (..., ceil(size / 32)) -> bool (..., size)."""
     lanes = _lanes().reshape((1,) * words.ndim + (WORD_BITS,))
-    bits = ((words[..., None] >> lanes) & 1).reshape(*words.shape[:-1], -1) > 0
+    bits = ((words[..., None] >> lanes) & 1).reshape(*words.shape[:-1], words.shape[-1] * WORD_BITS) > 0
     return bits if bits.shape[-1] == size else bits[..., :size]
 
 
@@ -56,6 +56,8 @@ def ones_mask(size: int) -> jax.Array:
 
 def popcount(words: jax.Array, size: int | None = None) -> jax.Array:
     """Number of set bits among the first `size` entries (all by default) of uint32 (n_words,), int32 ()."""
-    if size is not None and size % WORD_BITS:
-        words = words & ones_mask(size)
+    if size is not None:
+        words = words[: num_words(size)]
+        if size % WORD_BITS:
+            words = words & ones_mask(size)
     return jnp.sum(lax.population_count(words).astype(jnp.int32), dtype=jnp.int32)

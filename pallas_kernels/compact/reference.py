@@ -24,8 +24,9 @@ def cumsum_rows(x: jax.Array) -> jax.Array:
         return jnp.cumsum(x, axis=1)
     block = min(n, _BLOCK)
     triangle = jnp.triu(jnp.ones((block, block), jnp.float32))
-    inside = jnp.dot(x.reshape(-1, block), triangle, precision=lax.Precision.HIGHEST).reshape(num_rows, -1, block)
-    blocks = inside.shape[1]
+    blocks = n // block if n else 0
+    inside = jnp.dot(x.reshape(num_rows * blocks, block), triangle, precision=lax.Precision.HIGHEST)
+    inside = inside.reshape(num_rows, blocks, block)
     if blocks > 1:
         totals = jnp.pad(inside[:, :, -1], ((0, 0), (0, -blocks % _BLOCK if blocks > _BLOCK else 0)))
         before = cumsum_rows(totals) - totals
@@ -80,7 +81,7 @@ def row_indices(words: jax.Array, k: int) -> jax.Array:
 
 
 def mask_from_indices(index: jax.Array, num_words: int) -> jax.Array:
-    """Packed mask with the given distinct entries set: int32 (k,) -> uint32 (num_words,)."""
+    """Packed mask with the given entries set, distinct and ascending: int32 (k,) -> uint32 (num_words,)."""
     bit = jnp.uint32(1) << (index % 32).astype(jnp.uint32)
     words = jnp.zeros((num_words,), jnp.uint32)
     return words.at[index // 32].add(bit, mode="promise_in_bounds", indices_are_sorted=True)
