@@ -1,0 +1,107 @@
+"""Compaction of packed masks and the blocked row sum against NumPy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from pallas_kernels.compact import cumsum_rows, mask_from_indices, row_indices
+from tests.pallas_kernels.reference_numpy import numpy_pack
+
+BLOCK = 4096
+LENGTHS = (1, 31, 32, 33, 1000)
+SHARES = (0.0, 0.05, 1.0)
+
+jit_row_indices, jit_mask = (jax.jit(f, static_argnums=1) for f in (row_indices, mask_from_indices))
+jit_cumsum_rows = jax.jit(cumsum_rows)
+
+
+def rows_with_k_bits(seed: int, rows: int, length: int, k: int) -> np.ndarray:
+    """bool (rows, length) with k random bits set in each row."""
+    order = np.argsort(np.random.default_rng(seed).random((rows, length)), axis=1)
+    mask = np.zeros((rows, length), bool)
+    np.put_along_axis(mask, order[:, :k], True, axis=1)
+    return mask
+
+
+@given(st.integers(0, 2**32 - 1), st.sampled_from(LENGTHS), st.sampled_from(SHARES))
+def test_row_indices_are_numpys_nonzero(seed, length, share):
+    k = round(share * length)
+    mask = rows_with_k_bits(seed, 2, length, k)
+    index = jit_row_indices(numpy_pack(mask), k)
+    assert index.dtype == jnp.int32
+    np.testing.assert_array_equal(index, mask.nonzero()[1].reshape(2, k))
+
+
+@pytest.mark.parametrize("length", [BLOCK - 1, BLOCK, BLOCK + 1])
+@pytest.mark.parametrize("k", [0, 1, 41, 705, BLOCK - 1])
+def test_row_indices_of_whole_blocks(length, k):
+    """k = 705 is odd and no power of two; the lengths stand on both sides of a block."""
+    mask = rows_with_k_bits(k, 5, length, k)
+    np.testing.assert_array_equal(jit_row_indices(numpy_pack(mask), k), mask.nonzero()[1].reshape(5, k))
+
+
+def test_row_indices_of_a_full_row():
+    np.testing.assert_array_equal(
+        jit_row_indices(numpy_pack(np.ones((2, BLOCK), bool)), BLOCK), np.tile(np.arange(BLOCK), (2, 1))
+    )
+
+
+def test_bits_at_the_ends_of_words():
+    """Bit 31 of a word is where a signed shift or an off-by-one of the halving would show."""
+    mask = np.zeros((1, 128), bool)
+    mask[0, [0, 31, 32, 63, 95, 96, 127]] = True
+    assert jit_row_indices(numpy_pack(mask), 7).tolist() == [[0, 31, 32, 63, 95, 96, 127]]
+
+
+@given(hnp.arrays(bool, st.tuples(st.just(2), st.sampled_from((32, 1056)))), st.sampled_from((1, 32)))
+def test_rows_with_more_or_fewer_bits(mask, k):
+    """The first k where there are more; where there are fewer, those, then columns inside the row."""
+    index = np.asarray(jit_row_indices(numpy_pack(mask), k))
+    assert ((index >= 0) & (index < mask.shape[1])).all()
+    for row, columns in zip(mask, index, strict=True):
+        want = row.nonzero()[0][:k]
+        np.testing.assert_array_equal(columns[: len(want)], want)
+
+
+def test_no_rows():
+    assert row_indices(jnp.zeros((0, 4), jnp.uint32), 3).shape == (0, 3)
+
+
+@given(st.integers(0, 2**32 - 1), st.sampled_from(LENGTHS), st.sampled_from(SHARES))
+def test_mask_from_indices_inverts_row_indices(seed, length, share):
+    k = round(share * length)
+    words = numpy_pack(rows_with_k_bits(seed, 2, length, k))
+    back = jit_mask(jit_row_indices(words, k)[0], words.shape[1])
+    assert back.dtype == jnp.uint32
+    np.testing.assert_array_equal(back, words[0])
+
+
+def test_mask_from_indices_known_word():
+    assert mask_from_indices(jnp.array([0, 12], jnp.int32), 1).tolist() == [0x1001]
+    ends = jnp.array([31, 32, 63], jnp.int32)
+    assert mask_from_indices(ends, 2).tolist() == [0x80000000, 0x80000001]
+
+
+@given(
+    st.integers(0, 2**32 - 1),
+    st.sampled_from((1, 31, 32, 64, 1024, 1056, BLOCK)),
+    st.sampled_from(("float32", "int32")),
+)
+def test_cumsum_rows_counts_exactly(seed, length, dtype):
+    x = np.random.default_rng(seed).integers(0, 33, (2, length)).astype(dtype)
+    total = jit_cumsum_rows(x)
+    assert total.dtype == dtype
+    np.testing.assert_array_equal(total, np.cumsum(x.astype(np.int64), axis=1))
+
+
+def test_cumsum_rows_is_exact_up_to_its_limit():
+    """float32 holds every whole number up to 2^24; TF32 or bfloat16 products would not."""
+    x = np.full((1, BLOCK), 4095.0, np.float32)
+    x[0, 0] = (1 << 24) - 4095 * (BLOCK - 1)
+    total = np.asarray(cumsum_rows(jnp.asarray(x)))
+    np.testing.assert_array_equal(total, np.cumsum(x.astype(np.int64), axis=1))
+    assert total[0, -1] == 1 << 24
