@@ -45,13 +45,10 @@ class TopKState(NamedTuple):
 TopKState.per_worker = ("residual",)  # type: ignore[attr-defined]
 
 
-def _finish(means, bad, loss, stats, clip_norm, skip_nonfinite):
-    """Clipping and the decision to skip, the same for every dense result: (gradients, stats, ok)."""
-    norm = ex.global_norm(means)
-    ok = (bad == 0) & jnp.isfinite(norm) if skip_nonfinite else jnp.ones((), bool)
-    factor = ex.clip_factor(norm, clip_norm)
-    stats = ex.StepStats(loss, norm, factor, stats.skipped + (~ok).astype(jnp.int32))
-    return [jnp.where(ok, factor * g, 0.0) for g in means], stats, ok
+def _clipped(means, bad, loss, stats, clip_norm, skip_nonfinite):
+    """(clipped gradients, zero on a skip; stats; ok): the same end for every dense result."""
+    stats, ok = ex.judge(means, bad, loss, stats, clip_norm, skip_nonfinite)
+    return [jnp.where(ok, stats.clip_factor * g, 0.0) for g in means], stats, ok
 
 
 def all_reduce_gradients(
@@ -88,7 +85,7 @@ def all_reduce_gradients(
         grads = [g.astype(jnp.float32) for g in leaves]
         nonfinite, value = _control(grads, nonfinite, value, skip_nonfinite)
         means, bad, loss = ex.all_reduce_mean(grads, nonfinite, value, axis_name, num_workers, payload_dtype)
-        means, stats, _ = _finish(means, bad, loss, state.stats, clip_norm, skip_nonfinite)
+        means, stats, _ = _clipped(means, bad, loss, state.stats, clip_norm, skip_nonfinite)
         dtypes = output_dtypes(leaves, treedef, params)
         return treedef.unflatten([g.astype(t) for g, t in zip(means, dtypes, strict=True)]), AllReduceState(stats)
 
@@ -158,7 +155,7 @@ def topk_gradients(
         averaged = _gather_sum(total, at, sent, axis_name, num_workers)
         dense, averaged = iter(dense), iter(averaged)
         means = [next(averaged) / num_workers if lay.sparse else next(dense) for lay in layouts]
-        means, stats, ok = _finish(means, bad, loss, state.stats, clip_norm, skip_nonfinite)
+        means, stats, ok = _clipped(means, bad, loss, state.stats, clip_norm, skip_nonfinite)
 
         total, at = iter(total), iter(at)
         new_residual = [

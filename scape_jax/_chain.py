@@ -12,14 +12,23 @@ class Optimizer(optax.GradientTransformationExtraArgs):
     """An optax transformation that also knows its exchange; wrapped by optax it is an ordinary one and loses that.
 
     Attributes:
+      apply: (grads, state, params, **extra) -> (new params, new state), update and apply_updates in one; or None.
       wire: (params, num_workers, step) -> WireBytes, by keyword; the closed form for these settings.
       final_level: index of the density level that holds for good once `final_count` steps are taken.
       final_count: see final_level.
     """
 
+    apply: Callable[..., Any] | None = None
     wire: Callable[..., Any]
-    final_level: int
-    final_count: int
+    final_level: int = 0
+    final_count: int = 0
+
+
+def check_rates(learning_rate: Any, weight_decay: Any) -> None:
+    """Raises ValueError where one is a plain number that is not finite or below 0."""
+    for name, value in (("learning_rate", learning_rate), ("weight_decay", weight_decay)):
+        if isinstance(value, int | float) and not 0 <= value < float("inf"):
+            raise ValueError(f"{name} must be a finite number >= 0, got {value!r}.")
 
 
 def make_optimizer(
@@ -29,22 +38,18 @@ def make_optimizer(
     weight_decay_mask: Any,
     *,
     wire: Callable[..., Any],
-    final_level: int = 0,
-    final_count: int = 0,
 ) -> Optimizer:
     """theta <- theta - eta (rule + lam theta), of which every part waits when the exchange inside `rule` skips.
 
     Raises:
       ValueError: learning_rate or weight_decay is not a finite number >= 0.
     """
-    for name, value in (("learning_rate", learning_rate), ("weight_decay", weight_decay)):
-        if isinstance(value, int | float) and not 0 <= value < float("inf"):
-            raise ValueError(f"{name} must be a finite number >= 0, got {value!r}.")
+    check_rates(learning_rate, weight_decay)
     parts = [rule]
     # A traced decay (inject_hyperparams) may become non-zero, so only a plain zero leaves the part out.
     if not (isinstance(weight_decay, int | float) and weight_decay == 0):
         parts.append(optax.add_decayed_weights(weight_decay, weight_decay_mask))
     parts.append(optax.scale_by_learning_rate(learning_rate))
     optimizer = Optimizer(*hold_on_skip(optax.chain(*parts)))
-    optimizer.wire, optimizer.final_level, optimizer.final_count = wire, final_level, final_count
+    optimizer.wire = wire
     return optimizer

@@ -122,6 +122,15 @@ def global_norm(leaves: list[jax.Array]) -> jax.Array:
     return jnp.sqrt(sum((jnp.sum(jnp.square(x)) for x in leaves), jnp.zeros((), jnp.float32)))
 
 
+def judge(
+    means: list[jax.Array], bad: jax.Array, loss: jax.Array, old: StepStats, clip_norm: Any, skip_nonfinite: bool
+) -> tuple[StepStats, jax.Array]:
+    """What the averaged gradient decides on every worker alike: the clip factor, and whether the step is taken."""
+    norm = global_norm(means)
+    ok = (bad == 0) & jnp.isfinite(norm) if skip_nonfinite else jnp.ones((), bool)
+    return StepStats(loss, norm, clip_factor(norm, clip_norm), old.skipped + (~ok).astype(jnp.int32)), ok
+
+
 def communicating_states(opt_state: Any) -> list[Any]:
     """The states inside an optax state that belong to transformations which exchange gradients."""
     is_comm = lambda x: isinstance(getattr(x, "stats", None), StepStats)  # noqa: E731

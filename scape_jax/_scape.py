@@ -22,19 +22,14 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
 
-from pallas_kernels.bits import bit_at, ones_mask, pack, unpack
-from pallas_kernels.compact import mask_from_indices, row_indices
-from pallas_kernels.select import select
 from scape_jax import _exchange as ex
-from scape_jax._adams import adams_rule, output_dtypes
-from scape_jax._chain import make_optimizer
-from scape_jax._layout import LeafLayout, density_levels, final_count, leaf_layouts, level_of
+from scape_jax._adams import output_dtypes
+from scape_jax._chain import Optimizer, check_rates
+from scape_jax._layout import density_levels, final_count, leaf_layouts
 from scape_jax._options import ScapeOptions
+from scape_jax._scape_step import Emit, Leaf, ScapeStep
 from scape_jax._wire import wire_bytes
-
-MAX_AGE = 255
 
 
 class ScaleByScapeState(NamedTuple):
@@ -61,77 +56,72 @@ class ScaleByScapeState(NamedTuple):
 ScaleByScapeState.per_worker = ("h", "next_mask")  # type: ignore[attr-defined]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Leaf:
-    """One leaf inside a step: flat views of what this worker holds."""
+def _init(opts: ScapeOptions, params: Any) -> ScaleByScapeState:
+    layouts, treedef = leaf_layouts(params, num_workers=ex.axis_size(opts.axis_name), **opts.layout_arguments())
 
-    layout: LeafLayout
-    g: jax.Array  # (N,) float32
-    h: jax.Array  # (N,) float32
-    prev: jax.Array | None  # packed M_{t-2}: where h holds m
-    own: jax.Array | None  # packed rows of M_{t-1} that this worker selected
-    age: jax.Array | None  # (N,) uint8
+    def tree(shape, dtype, sparse_only=True):
+        return treedef.unflatten(
+            [jnp.zeros(shape(lay), dtype) if lay.sparse or not sparse_only else None for lay in layouts]
+        )
 
-
-def _semi_updated(h: jax.Array, g: jax.Array, prev: jax.Array, b1: Any) -> jax.Array:
-    """mt^n = b1 m_{t-1} + (1-b1) g^n + e^n, with m in h on M_{t-2} (`prev`) and e in h off it; all (N,)."""
-    return jnp.where(unpack(prev, h.shape[0]), b1 * h, h) + (1 - b1) * g
-
-
-def _gathered(leaves: list[_Leaf], opts: ScapeOptions, codec: str, density: float, num_workers: int):
-    """The owners' rows of M_{t-1} from all workers, in ONE all-gather: per leaf (packed mask, indices or None)."""
-    sparse = [leaf for leaf in leaves if leaf.layout.sparse]
-    index_dtype = opts.index_dtype([leaf.layout for leaf in sparse])
-    if codec == "bitmap":
-        parts = [leaf.own for leaf in sparse]
-    else:
-        parts = [
-            row_indices(leaf.own.reshape(-1, leaf.layout.row_words), leaf.layout.kept(density)[0])
-            .astype(index_dtype)
-            .reshape(-1)
-            for leaf in sparse
-        ]
-    flat = ex.all_gather(jnp.concatenate(parts), opts.axis_name, num_workers)
-    out, start = [], 0
-    for leaf, part in zip(sparse, parts, strict=True):
-        rows = flat[:, start : start + part.size].reshape(-1)
-        start += part.size
-        if codec == "bitmap":
-            out.append((rows[: leaf.layout.mask_words], None))
-        else:
-            index = _flat_index(rows.reshape(-1, leaf.layout.kept(density)[0]).astype(jnp.int32), leaf.layout, density)
-            out.append((mask_from_indices(index, leaf.layout.mask_words), index))
-    return out
+    return ScaleByScapeState(
+        count=jnp.zeros((), jnp.int32),
+        h=tree(lambda lay: (1, *lay.shape), jnp.float32, sparse_only=False),
+        mask=tree(lambda lay: (lay.mask_words,), jnp.uint32),
+        next_mask=tree(lambda lay: (1, lay.owned_rows * lay.row_words), jnp.uint32),
+        age=tree(lambda lay: lay.shape, jnp.uint8) if opts.staleness_power else None,
+        stats=ex.init_stats(),
+    )
 
 
-def _flat_index(columns: jax.Array, layout: LeafLayout, density: float) -> jax.Array:
-    """int32 (>= R, k) columns of kept entries -> int32 (entries kept,) positions in the flat leaf."""
-    start = jnp.arange(layout.rows, dtype=jnp.int32)[:, None] * layout.row
-    return (columns[: layout.rows] + start).reshape(-1)[: layout.kept(density)[2]]
+def _step(
+    opts: ScapeOptions, emit: Emit, updates: Any, state: ScaleByScapeState, *, value=None, nonfinite=None, level=None, **_
+) -> tuple[Any, ScaleByScapeState]:
+    """One step on this worker's gradients: (the tree of what `emit` returns, reshaped like the leaves; new state).
 
+    value: this worker's loss, averaged in the same all-reduce (stats.loss). nonfinite: float32 () 1 or 0, in place of the
+    own check of the gradients. level: Python int, a promise of the density level, which spares the choice at run time.
+    """
+    num_workers = ex.axis_size(opts.axis_name)
+    ex.check_local(updates, opts.axis_name, num_workers)
+    layouts, treedef = leaf_layouts(updates, num_workers=num_workers, **opts.layout_arguments())
 
-def _indices(words: jax.Array, layout: LeafLayout, density: float) -> jax.Array:
-    words = jnp.pad(words, (0, layout.rows * layout.row_words - layout.mask_words))
-    return _flat_index(row_indices(words.reshape(layout.rows, -1), layout.kept(density)[0]), layout, density)
+    def flat(tree):
+        return [None] * len(layouts) if tree is None else treedef.flatten_up_to(tree)
 
+    one = lambda x: None if x is None else x.reshape(-1)  # noqa: E731
+    leaves = [
+        Leaf(lay, one(g).astype(jnp.float32), one(h), prev, one(own), one(age))
+        for lay, g, h, prev, own, age in zip(
+            layouts,
+            jax.tree.leaves(updates),
+            flat(state.h),
+            flat(state.mask),
+            flat(state.next_mask),
+            flat(state.age),
+            strict=True,
+        )
+    ]
+    zero = jnp.zeros((), jnp.float32)
+    if nonfinite is None:
+        nonfinite = ex.any_nonfinite([leaf.g for leaf in leaves]) if opts.skip_nonfinite else zero
+    new = ScapeStep(opts, leaves, state.count, num_workers).run(
+        emit, nonfinite, zero if value is None else value, state.stats, level
+    )
 
-def _refresh(leaf: _Leaf, b1, keeps: jax.Array, worker: jax.Array) -> jax.Array:
-    """M_t of the rows this worker owns: its largest |mt^n|, packed. keeps: int32 (2,), k of a full row and of the last."""
-    lay = leaf.layout
-    owned, total = lay.owned_rows * lay.row, lay.owned_rows * lay.row * lay.num_workers
+    def tree(xs, shape):
+        shaped = [None if x is None else x.reshape(shape(lay)) for x, lay in zip(xs, layouts, strict=True)]
+        return treedef.unflatten(shaped)
 
-    def part(x, unit):
-        n = total // unit
-        x = jnp.pad(x, (0, n - x.shape[0])) if x.shape[0] < n else x
-        return lax.dynamic_slice(x, (worker * (owned // unit),), (owned // unit,))
-
-    score = _semi_updated(part(leaf.h, 1), part(leaf.g, 1), part(leaf.prev, 32), b1).reshape(lay.owned_rows, lay.row)
-    row = worker * lay.owned_rows + jnp.arange(lay.owned_rows, dtype=jnp.int32)
-    k = jnp.where(row < lay.rows - 1, keeps[0], jnp.where(row == lay.rows - 1, keeps[1], 0))
-    valid = None
-    if total != lay.size:
-        valid = row[:, None] * lay.row + jnp.arange(lay.row, dtype=jnp.int32)[None, :] < lay.size
-    return pack(select(score, k, valid)).reshape(-1)
+    new_state = ScaleByScapeState(
+        count=jnp.where(new.ok, optax.safe_increment(state.count), state.count),
+        h=tree(new.h, lambda lay: (1, *lay.shape)),
+        mask=tree(new.words, lambda lay: (-1,)),
+        next_mask=tree(new.own, lambda lay: (1, -1)),
+        age=None if state.age is None else tree(new.age, lambda lay: lay.shape),
+        stats=new.stats,
+    )
+    return tree(new.emitted, lambda lay: lay.shape), new_state
 
 
 def scale_by_scape(density: float | None = None, **options: Any) -> optax.GradientTransformationExtraArgs:
@@ -140,197 +130,80 @@ def scale_by_scape(density: float | None = None, **options: Any) -> optax.Gradie
     Takes the arguments of `scape` but learning_rate, weight_decay and weight_decay_mask. On a skipped step its own state
     stands still and the update is zero; transformations chained behind it see that zero. `scape` holds them still too.
     """
-    return _scale_by_scape(ScapeOptions(**({} if density is None else {"density": density}), **options))
+    opts = ScapeOptions(**({} if density is None else {"density": density}), **options)
+
+    def update(updates, state, params=None, **extra_args):
+        leaves, treedef = jax.tree.flatten(updates)
+        dtypes = output_dtypes(leaves, treedef, params)
+
+        def emit(i, kept, u, ok):
+            u = jnp.where(ok, u, 0.0)
+            return kept.put(jnp.zeros((leaves[i].size,), jnp.float32), u).astype(dtypes[i])
+
+        return _step(opts, emit, updates, state, **extra_args)
+
+    return optax.GradientTransformationExtraArgs(functools.partial(_init, opts), update)
 
 
-def _scale_by_scape(opts: ScapeOptions) -> optax.GradientTransformationExtraArgs:
-    b1 = opts.b1
+def _scape(opts: ScapeOptions, learning_rate: Any, weight_decay: Any, weight_decay_mask: Any) -> Optimizer:
+    """theta <- theta - eta (u + lam theta) on top of the rule, in two forms that share everything else.
+
+    `update` returns a dense update tree, as optax wants it. `apply` writes the kept entries into the parameters and
+    decays the rest in the same pass, so no parameter-sized update ever exists.
+    """
+    static_zero_decay = isinstance(weight_decay, int | float) and weight_decay == 0
+
+    def rates(params, state):
+        """(eta, lam per leaf or None): the schedule is that of the steps taken, so it waits on a skip."""
+        eta = learning_rate(state.count) if callable(learning_rate) else learning_rate
+        if static_zero_decay:
+            return eta, None
+        if params is None:
+            raise ValueError("weight decay needs the parameters: call update(grads, state, params).")
+        chosen = weight_decay_mask(params) if callable(weight_decay_mask) else weight_decay_mask
+        leaves, treedef = jax.tree.flatten(params)
+        chosen = [True] * len(leaves) if chosen is None else treedef.flatten_up_to(chosen)
+        return eta, [weight_decay if c else 0.0 for c in chosen]
+
+    def update(updates, state, params=None, **extra_args):
+        leaves, treedef = jax.tree.flatten(updates)
+        dtypes = output_dtypes(leaves, treedef, params)
+        eta, lam = rates(params, state)
+        theta = None if lam is None else treedef.flatten_up_to(params)
+
+        def emit(i, kept, u, ok):
+            change = jnp.zeros((leaves[i].size,), jnp.float32)
+            if lam is not None:
+                change = (-eta * lam[i]) * theta[i].reshape(-1).astype(jnp.float32)
+            # -0.0 is the one number that leaves every parameter bit-equal when added.
+            return jnp.where(ok, kept.add(change, -eta * u), -0.0).astype(dtypes[i])
+
+        return _step(opts, emit, updates, state, **extra_args)
+
+    def apply(updates, state, params, **extra_args):
+        theta = jax.tree.structure(updates).flatten_up_to(params)
+        eta, lam = rates(params, state)
+
+        def emit(i, kept, u, ok):
+            x = theta[i].reshape(-1)
+            wide = x.astype(jnp.float32)
+            decayed = wide if lam is None else jnp.where(ok, wide - (eta * lam[i]) * wide, wide)
+            if x.dtype == jnp.float32:
+                return kept.add(decayed, jnp.where(ok, -eta * u, -0.0))
+            # Below float32 the sum is rounded once, from the exact operands.
+            old = kept.take(wide)
+            new = old - eta * (u if lam is None else u + lam[i] * old)
+            return kept.put(decayed.astype(x.dtype), jnp.where(ok, new, old).astype(x.dtype))
+
+        return _step(opts, emit, updates, state, **extra_args)
+
     levels = density_levels(opts.density, opts.density_warmup_steps)
-    schedule = (len(levels), opts.density_warmup_steps, opts.mask_every)
-
-    def init(params):
-        num_workers = ex.axis_size(opts.axis_name)
-        layouts, treedef = leaf_layouts(params, num_workers=num_workers, **opts.layout_arguments())
-        tree = lambda f: treedef.unflatten([f(lay) for lay in layouts])  # noqa: E731
-        words = lambda f: tree(lambda lay: jnp.zeros(f(lay), jnp.uint32) if lay.sparse else None)  # noqa: E731
-        return ScaleByScapeState(
-            count=jnp.zeros((), jnp.int32),
-            h=tree(lambda lay: jnp.zeros((1, *lay.shape), jnp.float32)),
-            mask=words(lambda lay: (lay.mask_words,)),
-            next_mask=words(lambda lay: (1, lay.owned_rows * lay.row_words)),
-            age=tree(lambda lay: jnp.zeros(lay.shape, jnp.uint8) if lay.sparse else None)
-            if opts.staleness_power
-            else None,
-            stats=ex.init_stats(),
-        )
-
-    def update(updates, state, params=None, *, value=None, nonfinite=None, level=None, **extra_args):
-        """Besides optax's arguments: `value`, this worker's loss, is averaged in the same all-reduce (stats.loss);
-        `nonfinite`, float32 () 1 or 0, replaces the own check; `level`, a Python int, promises the density level."""
-        del extra_args
-        num_workers = ex.axis_size(opts.axis_name)
-        ex.check_local(updates, opts.axis_name, num_workers)
-        layouts, treedef = leaf_layouts(updates, num_workers=num_workers, **opts.layout_arguments())
-        up = treedef.flatten_up_to
-        grads = jax.tree.leaves(updates)
-        none = [None] * len(grads)
-        flat = lambda x: None if x is None else x.reshape(-1)  # noqa: E731
-        leaves = [
-            _Leaf(lay, g.astype(jnp.float32).reshape(-1), flat(h), prev, flat(own), flat(age))
-            for lay, g, h, prev, own, age in zip(
-                layouts,
-                grads,
-                up(state.h),
-                up(state.mask),
-                up(state.next_mask),
-                none if state.age is None else up(state.age),
-                strict=True,
-            )
-        ]
-        if nonfinite is None:
-            nonfinite = ex.any_nonfinite([x.g for x in leaves]) if opts.skip_nonfinite else jnp.zeros((), jnp.float32)
-        value = jnp.zeros((), jnp.float32) if value is None else value
-        step = (state.count + 1).astype(jnp.float32)
-        masks = _current_masks(leaves, opts, levels, state.count, num_workers)
-
-        def at_level(index: int):
-            return lambda: _step_at_level(
-                leaves, masks, opts, levels, index, step, (nonfinite, value), state.stats, num_workers
-            )
-
-        if level is None and len(levels) > 1:
-            out = lax.switch(level_of(state.count, *schedule), [at_level(i) for i in range(len(levels))])
-        else:
-            out = at_level(len(levels) - 1 if level is None else level)()
-        new, stats = out
-        ok = stats.skipped == state.stats.skipped
-
-        sparse = [x for x in leaves if x.layout.sparse]
-        own = [x.own for x in sparse]
-        if sparse:
-            keeps = jnp.array([[x.layout.kept(d)[:2] for d in levels] for x in sparse], jnp.int32)
-            keeps = keeps[:, level_of(state.count + 1, *schedule)]
-            worker = ex.worker_index(opts.axis_name, num_workers)
-            refresh = lambda: [_refresh(x, b1, k, worker) for x, k in zip(sparse, keeps, strict=True)]  # noqa: E731
-            if opts.mask_every > 1:
-                own = lax.cond(state.count % opts.mask_every == 0, refresh, lambda: own)
-            else:
-                own = refresh()
-            own = [jnp.where(ok, n, x.own) for n, x in zip(own, sparse, strict=True)]
-        own = iter(own)
-
-        dtypes = output_dtypes(grads, treedef, params)
-        shaped = lambda xs, to: treedef.unflatten([to(x, lay) for x, lay in zip(xs, layouts, strict=True)])  # noqa: E731
-        new_state = ScaleByScapeState(
-            count=jnp.where(ok, optax.safe_increment(state.count), state.count),
-            h=shaped([n["h"] for n in new], lambda x, lay: x.reshape(1, *lay.shape)),
-            mask=treedef.unflatten([n["mask"] for n in new]),
-            next_mask=treedef.unflatten([next(own)[None] if lay.sparse else None for lay in layouts]),
-            age=None
-            if state.age is None
-            else shaped([n["age"] for n in new], lambda x, lay: None if x is None else x.reshape(lay.shape)),
-            stats=stats,
-        )
-        u = [n["u"].astype(t) for n, t in zip(new, dtypes, strict=True)]
-        return shaped(u, lambda x, lay: x.reshape(lay.shape)), new_state
-
-    return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _current_masks(leaves, opts, levels, count, num_workers):
-    """M_{t-1} of every sparse leaf as (packed, indices or None); depends on no gradient, so it can be gathered while
-    forward and backward run. At warm-up levels the final codec may not hold the mask: see `_step_at_level`."""
-    if not any(x.layout.sparse for x in leaves):
-        return []
-    codec = opts.resolved_codec([x.layout for x in leaves])
-    gather = lambda: _gathered(leaves, opts, codec, levels[-1], num_workers)  # noqa: E731
-    if opts.mask_every == 1:
-        return gather()
-    # Between refreshes the mask stays; the step after a refresh gathers it.
-    fresh = (count - 1) % opts.mask_every == 0
-    kept = [x.prev for x in leaves if x.layout.sparse]
-    words = lax.cond(fresh, lambda: [w for w, _ in gather()], lambda: kept)
-    return [(w, None) for w in words]
-
-
-def _step_at_level(leaves, masks, opts, levels, index, step, control, old_stats, num_workers):
-    """The step under the mask of density levels[index]: (per leaf {u, h, mask, age}, stats)."""
-    density, b1 = levels[index], opts.b1
-    nonfinite, value = control
-    codec = opts.resolved_codec([x.layout for x in leaves])
-    if 0 < index < len(levels) - 1 and codec == "index":
-        masks = _warmup_masks(leaves, masks, opts, step, num_workers)
-    masks = iter(masks)
-    terms = []  # per leaf: (mask, indices, m_prev on the mask, residual on the mask or None)
-    payload = []
-    for leaf in leaves:
-        lay = leaf.layout
-        if not lay.sparse:
-            mask, at, g, m_prev, e = None, None, leaf.g, leaf.h, None
-        elif index == 0:
-            next(masks)
-            was_kept = unpack(leaf.prev, lay.size)
-            mask, at, g = ones_mask(lay.size), None, leaf.g
-            m_prev, e = jnp.where(was_kept, leaf.h, 0.0), jnp.where(was_kept, 0.0, leaf.h)
-        else:
-            mask, at = next(masks)
-            at = _indices(mask, lay, density) if at is None else at
-            g, h = (x.at[at].get(mode="promise_in_bounds", unique_indices=True) for x in (leaf.g, leaf.h))
-            was_kept = bit_at(leaf.prev, at)
-            m_prev, e = jnp.where(was_kept, h, 0.0), jnp.where(was_kept, 0.0, h)
-        terms.append((mask, at, m_prev))
-        payload.append(g if e is None else g + e / (1 - b1))
-
-    ghats, bad, loss = ex.all_reduce_mean(payload, nonfinite, value, opts.axis_name, num_workers, opts.payload_dtype)
-    norm = ex.global_norm(ghats)
-    ok = (bad == 0) & jnp.isfinite(norm) if opts.skip_nonfinite else jnp.ones((), bool)
-    factor = ex.clip_factor(norm, opts.clip_norm)
-    stats = ex.StepStats(loss, norm, factor, old_stats.skipped + (~ok).astype(jnp.int32))
-
-    new = []
-    for leaf, (mask, at, m_prev), ghat in zip(leaves, terms, ghats, strict=True):
-        clipped = factor * ghat
-        in_v = clipped
-        if leaf.age is not None:
-            tau = (leaf.age if at is None else leaf.age.at[at].get(mode="promise_in_bounds")).astype(jnp.float32) + 1
-            in_v = clipped / tau**opts.staleness_power
-        in_m = ghat if opts.clip_order == "paper" else clipped
-        m, u = adams_rule(
-            in_m, m_prev, step, b1=b1, b2=opts.b2, eps=opts.eps, bias_correction=opts.bias_correction, g_in_v=in_v
-        )
-        u = jnp.where(ok, u, 0.0)
-        new.append(_written_back(leaf, mask, at, m, u, ok, b1))
-    return new, stats
-
-
-def _warmup_masks(leaves, masks, opts, step, num_workers):
-    """At a warm-up level the indices of the final codec cover only a part of the mask: gather the bitmap instead."""
-    bitmaps = lambda: _gathered(leaves, opts, "bitmap", 1.0, num_workers)  # noqa: E731
-    if opts.mask_every == 1:
-        return bitmaps()
-    fresh = (step.astype(jnp.int32) - 2) % opts.mask_every == 0
-    words = lax.cond(fresh, lambda: [w for w, _ in bitmaps()], lambda: [w for w, _ in masks])
-    return [(w, None) for w in words]
-
-
-def _written_back(leaf: _Leaf, mask, at, m, u, ok, b1) -> dict[str, Any]:
-    """Dense update, buffer, mask and age of one leaf from the kept entries. On a skip all but the update stand still."""
-    if mask is None:
-        return {"u": u, "h": jnp.where(ok, m, leaf.h), "mask": None, "age": None}
-    age = leaf.age
-    if at is None:
-        h = jnp.where(ok, m, leaf.h)
-        if age is not None:
-            age = jnp.where(ok, jnp.zeros_like(age), age)
-    else:
-        put = {"mode": "promise_in_bounds", "unique_indices": True}
-        old = leaf.h.at[at].get(**put)
-        h = jnp.where(ok, _semi_updated(leaf.h, leaf.g, leaf.prev, b1), leaf.h).at[at].set(jnp.where(ok, m, old), **put)
-        u = jnp.zeros_like(leaf.h).at[at].set(u, **put)
-        if age is not None:
-            grown = jnp.where(ok & (age < MAX_AGE), age + 1, age)
-            age = grown.at[at].set(jnp.where(ok, 0, age.at[at].get(**put)).astype(jnp.uint8), **put)
-    return {"u": u, "h": h, "mask": jnp.where(ok, mask, leaf.prev), "age": age}
+    optimizer = Optimizer(functools.partial(_init, opts), update)
+    optimizer.apply = apply
+    optimizer.wire = functools.partial(wire_bytes, method="scape", **dataclasses.asdict(opts))
+    optimizer.final_level = len(levels) - 1
+    optimizer.final_count = final_count(len(levels), opts.density_warmup_steps, opts.mask_every)
+    return optimizer
 
 
 def scape(
@@ -438,13 +311,5 @@ def scape(
         dense=dense,
         skip_nonfinite=skip_nonfinite,
     )
-    levels = density_levels(opts.density, opts.density_warmup_steps)
-    return make_optimizer(
-        _scale_by_scape(opts),
-        learning_rate,
-        weight_decay,
-        weight_decay_mask,
-        wire=functools.partial(wire_bytes, method="scape", **dataclasses.asdict(opts)),
-        final_level=len(levels) - 1,
-        final_count=final_count(len(levels), opts.density_warmup_steps, opts.mask_every),
-    )
+    check_rates(learning_rate, weight_decay)
+    return _scape(opts, learning_rate, weight_decay, weight_decay_mask)

@@ -263,10 +263,14 @@ class TrainStep:
         loss, grads = self._loss_and_grads(params, batch)
         bad = ex.any_nonfinite([g for g in jax.tree.leaves(grads)])
         extra = {} if level is None else {"level": level}
-        updates, new_state = self._tx_update(grads, opt_state, params, value=loss, nonfinite=bad, **extra)
-        ok = ex.step_was_taken(opt_state, new_state)
-        new_params = jax.tree.map(lambda n, o: jnp.where(ok, n, o), optax.apply_updates(params, updates), params)
-        new_state = ex.keep_if(ok, new_state, opt_state)
+        extra |= {"value": loss, "nonfinite": bad}
+        if getattr(self.tx, "apply", None) is not None:
+            new_params, new_state = self.tx.apply(grads, opt_state, params, **extra)
+        else:
+            updates, new_state = self._tx_update(grads, opt_state, params, **extra)
+            ok = ex.step_was_taken(opt_state, new_state)
+            new_params = jax.tree.map(lambda n, o: jnp.where(ok, n, o), optax.apply_updates(params, updates), params)
+            new_state = ex.keep_if(ok, new_state, opt_state)
         stats = ex.communicating_states(new_state)[0].stats
         metrics = stats._asdict()
         if self._with_telemetry:

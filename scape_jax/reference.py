@@ -177,6 +177,10 @@ class _Method:
             self.params[path] = theta - eta * (update[path] + self.s.weight_decay * theta)
         self.count += 1
 
+    def _update(self, grads: Sequence[Tree], t: int) -> Tree:
+        """u_t of all workers; changes m and whatever else the method keeps."""
+        raise NotImplementedError
+
     def _clip(self, ghat: Tree) -> Tree:
         self.grad_norm = global_norm(ghat)
         self.clip_factor = clip_factor(self.grad_norm, self.s.clip_norm)
@@ -194,7 +198,7 @@ class Scape(_Method):
         self.scores: list[Tree] = []
 
     def _update(self, grads: Sequence[Tree], t: int, next_mask: Masks | None = None) -> Tree:
-        """`next_mask` replaces what `refresh` would choose."""
+        # `next_mask` replaces what `refresh` would choose.
         s, b1, mask, m = self.s, self.s.b1, self.mask, self.m
         mt = [
             {path: b1 * m[path] + (1 - b1) * g[path] + e[path] for path in m}
@@ -267,11 +271,11 @@ class TopK(Dense):
         self.masks: list[Masks] = []
 
     def _update(self, grads: Sequence[Tree], t: int, masks: list[Masks] | None = None) -> Tree:
-        """`masks`, one for each worker, replace what the workers would choose."""
+        # `masks`, one for each worker, replace what the workers would choose.
         total = [
             {path: g[path] + r[path] for path in self.m} for g, r in zip(grads, self.residual, strict=True)
         ]
-        self.scores = [{path: np.abs(x) for path, x in worker.items()} for worker in total]
+        self.scores: list[Tree] = [{path: np.abs(x) for path, x in worker.items()} for worker in total]
         self.masks = [self._choose(score) for score in self.scores] if masks is None else masks
         pairs = list(zip(total, self.masks, strict=True))
         self.residual = [{path: np.where(on[path], 0.0, x[path]) for path in self.m} for x, on in pairs]

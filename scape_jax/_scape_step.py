@@ -1,0 +1,272 @@
+"""One SCAPE step on one worker, in payload space: what is gathered, exchanged, updated and selected.
+
+Source: arXiv 2607.01678, Algorithm 1, in the form of `_scape.py`. Only the kept entries of a leaf are ever computed with;
+the full-size work is one pass over h and, in the caller's `emit`, one over the parameters.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.bits import bit_at, ones_mask, pack, unpack
+from pallas_kernels.compact import mask_from_indices, row_indices
+from pallas_kernels.select import select
+from scape_jax import _exchange as ex
+from scape_jax._adams import adams_rule
+from scape_jax._layout import LeafLayout, density_levels, level_of
+from scape_jax._options import ScapeOptions
+
+MAX_AGE = 255
+# Kept entries are distinct, ascending and inside the leaf: XLA needs no clamping and no atomics.
+_AT: dict[str, Any] = {"mode": "promise_in_bounds", "unique_indices": True, "indices_are_sorted": True}
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """One leaf inside a step: flat views of what this worker holds. All but g, h is None for a dense leaf."""
+
+    layout: LeafLayout
+    g: jax.Array  # (N,) float32, the worker's gradient
+    h: jax.Array  # (N,) float32
+    prev: jax.Array | None  # packed M_{t-2}: where h holds m
+    own: jax.Array | None  # packed rows of M_{t-1} that this worker selected
+    age: jax.Array | None  # (N,) uint8
+
+
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """The mask of one leaf in this step: packed words (None: dense leaf) and positions (None: every entry)."""
+
+    words: jax.Array | None
+    at: jax.Array | None
+
+    def take(self, x: jax.Array) -> jax.Array:
+        return x if self.at is None else x.at[self.at].get(**_AT)
+
+    def put(self, x: jax.Array, values: jax.Array) -> jax.Array:
+        return values if self.at is None else x.at[self.at].set(values, **_AT)
+
+    def add(self, x: jax.Array, values: jax.Array) -> jax.Array:
+        return x + values if self.at is None else x.at[self.at].add(values, **_AT)
+
+
+# (leaf number, its mask, u on the kept entries, ok) -> what the step returns for that leaf.
+Emit = Callable[[int, Kept, jax.Array, jax.Array], jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class StepResult:
+    emitted: list[jax.Array]
+    h: list[jax.Array]
+    words: list[jax.Array | None]
+    own: list[jax.Array | None]
+    age: list[jax.Array | None]
+    stats: ex.StepStats
+    ok: jax.Array
+
+
+class ScapeStep:
+    """The step for given settings and leaves. `count` is the number of steps taken before."""
+
+    def __init__(self, opts: ScapeOptions, leaves: list[Leaf], count: jax.Array, num_workers: int):
+        self.opts, self.leaves, self.count, self.num_workers = opts, leaves, count, num_workers
+        self.levels = density_levels(opts.density, opts.density_warmup_steps)
+        self.sparse = [leaf for leaf in leaves if leaf.layout.sparse]
+        layouts = [leaf.layout for leaf in leaves]
+        self.codec, self.index_dtype = opts.resolved_codec(layouts), opts.index_dtype(layouts)
+
+    def run(self, emit: Emit, nonfinite: jax.Array, loss: jax.Array, stats: ex.StepStats, level: int | None):
+        """The whole step; `level`, where given, promises the density level of `count`."""
+        # Nothing here depends on a gradient, so XLA can gather the masks while forward and backward run.
+        masks = self._current_masks()
+
+        def at_level(index: int):
+            return lambda: self._at_level(index, masks, emit, nonfinite, loss, stats)
+
+        if level is None and len(self.levels) > 1:
+            branches = [at_level(i) for i in range(len(self.levels))]
+            emitted, h, words, age, stats, ok = lax.switch(self._level_after(0), branches)
+        else:
+            emitted, h, words, age, stats, ok = at_level(len(self.levels) - 1 if level is None else level)()
+        return StepResult(emitted, h, words, self._refreshed(ok), age, stats, ok)
+
+    # The mask in use ----------------------------------------------------------------------------------------------
+
+    def _level_after(self, steps: int) -> jax.Array:
+        o = self.opts
+        return level_of(self.count + steps, len(self.levels), o.density_warmup_steps, o.mask_every)
+
+    def _fresh(self) -> jax.Array:
+        """bool (): the last step selected a mask, which is not gathered yet."""
+        return (self.count - 1) % self.opts.mask_every == 0
+
+    def _current_masks(self) -> list[Kept]:
+        """M_{t-1} of every sparse leaf, by the codec of the final density."""
+        if not self.sparse:
+            return []
+        if self.opts.mask_every == 1:
+            return self._gather(self.codec)
+        return self._gather_if_fresh(self.codec, [leaf.prev for leaf in self.sparse])
+
+    def _gather_if_fresh(self, codec: str, otherwise: list[jax.Array]) -> list[Kept]:
+        gather = lambda: [kept.words for kept in self._gather(codec)]  # noqa: E731
+        return [Kept(words, None) for words in lax.cond(self._fresh(), gather, lambda: otherwise)]
+
+    def _gather(self, codec: str) -> list[Kept]:
+        """The owners' rows from all workers, for all leaves in ONE all-gather."""
+        keep = [leaf.layout.kept(self.levels[-1])[0] for leaf in self.sparse]
+        if codec == "bitmap":
+            parts = [leaf.own for leaf in self.sparse]
+        else:
+            parts = [
+                row_indices(leaf.own.reshape(-1, leaf.layout.row_words), k).astype(self.index_dtype).reshape(-1)
+                for leaf, k in zip(self.sparse, keep, strict=True)
+            ]
+        gathered = ex.all_gather(jnp.concatenate(parts), self.opts.axis_name, self.num_workers)
+        masks, start = [], 0
+        for leaf, part, k in zip(self.sparse, parts, keep, strict=True):
+            rows = gathered[:, start : start + part.size].reshape(-1)
+            start += part.size
+            if codec == "bitmap":
+                masks.append(Kept(rows[: leaf.layout.mask_words], None))
+            else:
+                at = _flat_positions(rows.reshape(-1, k).astype(jnp.int32), leaf.layout, self.levels[-1])
+                masks.append(Kept(mask_from_indices(at, leaf.layout.mask_words), at))
+        return masks
+
+    def _masks_at(self, index: int, masks: list[Kept]) -> Iterator[Kept]:
+        """The masks of density levels[index], with positions."""
+        if index == 0:
+            return iter([Kept(ones_mask(leaf.layout.size), None) for leaf in self.sparse])
+        if index < len(self.levels) - 1 and self.codec == "index":
+            # The indices gathered for the final density hold only a part of this larger mask: send its bitmap.
+            if self.opts.mask_every == 1:
+                masks = self._gather("bitmap")
+            else:
+                masks = self._gather_if_fresh("bitmap", [kept.words for kept in masks])
+        return iter(
+            [
+                kept if kept.at is not None else Kept(kept.words, _positions(kept.words, leaf.layout, self.levels[index]))
+                for leaf, kept in zip(self.sparse, masks, strict=True)
+            ]
+        )
+
+    # Exchange and update ------------------------------------------------------------------------------------------
+
+    def _at_level(self, index, masks, emit, nonfinite, loss, stats):
+        opts, b1 = self.opts, self.opts.b1
+        step = (self.count + 1).astype(jnp.float32)
+        masks = self._masks_at(index, masks)
+        kept_of, m_prevs, payload = [], [], []
+        for leaf in self.leaves:
+            kept = next(masks) if leaf.layout.sparse else Kept(None, None)
+            g, m_prev = kept.take(leaf.g), kept.take(leaf.h)
+            if leaf.layout.sparse:
+                # h holds m where the entry was kept in the last step, the residual elsewhere.
+                had_m = unpack(leaf.prev, leaf.layout.size) if kept.at is None else bit_at(leaf.prev, kept.at)
+                m_prev, e = jnp.where(had_m, m_prev, 0.0), jnp.where(had_m, 0.0, m_prev)
+                g = g + e / (1 - b1)
+            kept_of.append(kept)
+            m_prevs.append(m_prev)
+            payload.append(g)
+
+        ghats, bad, loss = ex.all_reduce_mean(
+            payload, nonfinite, loss, opts.axis_name, self.num_workers, opts.payload_dtype
+        )
+        stats, ok = ex.judge(ghats, bad, loss, stats, opts.clip_norm, opts.skip_nonfinite)
+
+        emitted, hs, ages = [], [], []
+        for i, (leaf, kept, m_prev, ghat) in enumerate(zip(self.leaves, kept_of, m_prevs, ghats, strict=True)):
+            clipped = stats.clip_factor * ghat
+            in_v = clipped
+            if leaf.age is not None:
+                tau = kept.take(leaf.age).astype(jnp.float32) + 1
+                in_v = clipped / tau**opts.staleness_power
+            in_m = ghat if opts.clip_order == "paper" else clipped
+            m, u = adams_rule(
+                in_m, m_prev, step, b1=b1, b2=opts.b2, eps=opts.eps, bias_correction=opts.bias_correction, g_in_v=in_v
+            )
+            emitted.append(emit(i, kept, u, ok))
+            hs.append(_new_buffer(leaf, kept, m, ok, b1))
+            ages.append(_new_age(leaf, kept, ok))
+        words = [
+            None if kept.words is None else jnp.where(ok, kept.words, leaf.prev)
+            for leaf, kept in zip(self.leaves, kept_of, strict=True)
+        ]
+        return emitted, hs, words, ages, stats, ok
+
+    # The mask of the next step ------------------------------------------------------------------------------------
+
+    def _refreshed(self, ok: jax.Array) -> list[jax.Array | None]:
+        """Per leaf the owned rows of the next mask, packed; the old ones between refreshes and on a skip."""
+        if not self.sparse:
+            return [None for _ in self.leaves]
+        worker = ex.worker_index(self.opts.axis_name, self.num_workers)
+        keeps = jnp.array([[leaf.layout.kept(d)[:2] for d in self.levels] for leaf in self.sparse], jnp.int32)
+        keeps = keeps[:, self._level_after(1)]
+
+        def select_all():
+            return [_refresh(leaf, self.opts.b1, k, worker) for leaf, k in zip(self.sparse, keeps, strict=True)]
+
+        old = [leaf.own for leaf in self.sparse]
+        if self.opts.mask_every > 1:
+            own = lax.cond(self.count % self.opts.mask_every == 0, select_all, lambda: old)
+        else:
+            own = select_all()
+        new = iter([jnp.where(ok, n, o) for n, o in zip(own, old, strict=True)])
+        return [next(new) if leaf.layout.sparse else None for leaf in self.leaves]
+
+
+def _flat_positions(columns: jax.Array, layout: LeafLayout, density: float) -> jax.Array:
+    """int32 (>= R, k) columns of kept entries -> int32 (entries kept,) positions in the flat leaf."""
+    start = jnp.arange(layout.rows, dtype=jnp.int32)[:, None] * layout.row
+    return (columns[: layout.rows] + start).reshape(-1)[: layout.kept(density)[2]]
+
+
+def _positions(words: jax.Array, layout: LeafLayout, density: float) -> jax.Array:
+    words = jnp.pad(words, (0, layout.rows * layout.row_words - layout.mask_words))
+    return _flat_positions(row_indices(words.reshape(layout.rows, -1), layout.kept(density)[0]), layout, density)
+
+
+def _semi_updated(h: jax.Array, g: jax.Array, prev: jax.Array, b1: Any) -> jax.Array:
+    """mt^n = b1 m_{t-1} + (1-b1) g^n + e^n, with m in h on M_{t-2} (`prev`) and e in h off it; all (N,)."""
+    return jnp.where(unpack(prev, h.shape[0]), b1 * h, h) + (1 - b1) * g
+
+
+def _new_buffer(leaf: Leaf, kept: Kept, m: jax.Array, ok: jax.Array, b1: Any) -> jax.Array:
+    """h of the next step: m_t on the mask, mt^n off it. Unchanged on a skip."""
+    m = jnp.where(ok, m, kept.take(leaf.h))
+    if kept.at is None:
+        return m
+    return kept.put(jnp.where(ok, _semi_updated(leaf.h, leaf.g, leaf.prev, b1), leaf.h), m)
+
+
+def _new_age(leaf: Leaf, kept: Kept, ok: jax.Array) -> jax.Array | None:
+    """Steps since each entry was sent: 0 on the mask, one more off it. Unchanged on a skip."""
+    if leaf.age is None:
+        return None
+    zero = jnp.where(ok, jnp.zeros((), jnp.uint8), kept.take(leaf.age))
+    return kept.put(jnp.where(ok & (leaf.age < MAX_AGE), leaf.age + 1, leaf.age), zero)
+
+
+def _refresh(leaf: Leaf, b1: Any, keeps: jax.Array, worker: jax.Array) -> jax.Array:
+    """M_t of the rows this worker owns: its largest |mt^n|, packed. keeps: int32 (2,), k of a full row and of the last."""
+    lay = leaf.layout
+    owned, total = lay.owned_rows * lay.row, lay.owned_rows * lay.row * lay.num_workers
+
+    def part(x: jax.Array, unit: int) -> jax.Array:
+        n = total // unit
+        x = jnp.pad(x, (0, n - x.shape[0])) if x.shape[0] < n else x
+        return lax.dynamic_slice(x, (worker * (owned // unit),), (owned // unit,))
+
+    score = _semi_updated(part(leaf.h, 1), part(leaf.g, 1), part(leaf.prev, 32), b1).reshape(lay.owned_rows, lay.row)
+    row = worker * lay.owned_rows + jnp.arange(lay.owned_rows, dtype=jnp.int32)
+    k = jnp.where(row < lay.rows - 1, keeps[0], jnp.where(row == lay.rows - 1, keeps[1], 0))
+    valid = None
+    if total != lay.size:
+        valid = row[:, None] * lay.row + jnp.arange(lay.row, dtype=jnp.int32)[None, :] < lay.size
+    return pack(select(score, k, valid)).reshape(-1)
