@@ -13,7 +13,7 @@ from tests.helpers import TOLERANCES, make_mesh
 
 BLOCK = 64
 
-# Two sparse leaves (each costs a second of compilation), both in rows of 64 with a short last row, no multiple of
+# Two sparse leaves (each costs a second to compile), both in rows of 64 with a short last row, no multiple of
 # 32 long; the second has fewer rows than workers. The rest is dense: by rank, by name, by size.
 SHAPES = {
     "embedding/table": (37, 19),
