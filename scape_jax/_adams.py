@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from scape_jax._checks import check_hyperparameters, check_one_of
+
 BiasCorrection = Literal["both", "none", "momentum"]
 BIAS_CORRECTIONS = ("both", "none", "momentum")
 
@@ -25,17 +27,6 @@ class ScaleByAdamSState(NamedTuple):
 
     count: jax.Array
     m: optax.Updates
-
-
-def check_hyperparameters(b1: Any, b2: Any, eps: Any, bias_correction: str) -> None:
-    """Raises ValueError for constants outside their range; traced ones (inject_hyperparams) are not looked at."""
-    for name, value in (("b1", b1), ("b2", b2)):
-        if isinstance(value, (int, float)) and not 0 <= value < 1:
-            raise ValueError(f"{name} must be in [0, 1), got {value}. Typical: b1=0.9, b2=0.95.")
-    if isinstance(eps, (int, float)) and not 0 <= eps < float("inf"):
-        raise ValueError(f"eps must be a finite number >= 0, got {eps}. Typical: 1e-8.")
-    if bias_correction not in BIAS_CORRECTIONS:
-        raise ValueError(f"bias_correction must be one of {BIAS_CORRECTIONS}, got {bias_correction!r}.")
 
 
 def adams_rule(
@@ -102,7 +93,8 @@ def scale_by_adams(
     References:
       AdamS, arXiv 2505.16363.
     """
-    check_hyperparameters(b1, b2, eps, bias_correction)
+    check_hyperparameters(b1, b2, eps)
+    check_one_of("bias_correction", bias_correction, BIAS_CORRECTIONS)
 
     def init(params):
         zeros = jax.tree.map(lambda p: jnp.zeros(jnp.shape(p), jnp.float32), params)

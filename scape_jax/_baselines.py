@@ -18,8 +18,15 @@ from pallas_kernels.select import select
 from scape_jax import _exchange as ex
 from scape_jax._adams import BiasCorrection, output_dtypes, scale_by_adams
 from scape_jax._chain import make_optimizer
+from scape_jax._checks import (
+    check_clip_norm,
+    check_density,
+    check_hyperparameters,
+    check_one_of,
+    check_payload_dtype,
+    check_whole_number,
+)
 from scape_jax._layout import keep_of, leaf_layouts
-from scape_jax._options import check_density, check_payload_dtype, check_positive
 from scape_jax._wire import wire_bytes
 
 
@@ -70,7 +77,7 @@ def all_reduce_gradients(
     Raises:
       ValueError: a setting is outside its range, or the axis is not bound.
     """
-    check_positive("clip_norm", clip_norm, "Use None for no clipping.")
+    check_clip_norm(clip_norm)
     check_payload_dtype(payload_dtype)
 
     def init(params):
@@ -104,7 +111,7 @@ def topk_gradients(
     axis_name: ex.AxisName = None,
     clip_norm: float | None = 1.0,
     skip_nonfinite: bool = True,
-    block_size: int = 4096,
+    block_size: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Averages the workers' top-k gradients: each sends the largest entries of its own gradient plus residual, per leaf.
 
@@ -116,14 +123,16 @@ def topk_gradients(
       axis_name: mesh axis (or axes) of the workers; None: one worker.
       clip_norm: global norm to clip the average to; None: no clipping.
       skip_nonfinite: as in `all_reduce_gradients`.
-      block_size: leaves smaller than this are dense.
+      block_size: leaves smaller than this are dense. None: 4096.
 
     Raises:
       ValueError: a setting is outside its range, or the axis is not bound.
     """
     density = 0.1 if density is None else density
+    block_size = 4096 if block_size is None else block_size
     check_density(density)
-    check_positive("clip_norm", clip_norm, "Use None for no clipping.")
+    check_whole_number("block_size", block_size, 1, "Typical: 4096.")
+    check_clip_norm(clip_norm)
     layout_arguments = {"density": density, "block_size": block_size, "selection": "block", "dense": None}
 
     def init(params):
@@ -181,7 +190,7 @@ def _gather_sum(total, at, sent, axis_name, num_workers):
         part = slice(start, start + i.size)
         values = lax.bitcast_convert_type(words[:, :half][:, part], jnp.float32).reshape(-1)
         places = lax.bitcast_convert_type(words[:, half:][:, part], jnp.int32).reshape(-1)
-        out.append(jnp.zeros_like(acc).at[places].add(values, mode="promise_in_bounds"))
+        out.append(jnp.zeros(acc.shape, acc.dtype).at[places].add(values, mode="promise_in_bounds"))
         start += i.size
     return out
 
@@ -247,6 +256,7 @@ def adamw(
       >>> tx = scape_jax.adamw(1e-3, weight_decay=0.1)
       >>> state = tx.init({"w": jnp.ones((2, 2))})
     """
+    check_hyperparameters(b1, b2, eps)
     exchange = all_reduce_gradients(axis_name, clip_norm, payload_dtype or jnp.float32, skip_nonfinite)
     rule = optax.chain(exchange, optax.scale_by_adam(b1, b2, eps))
     wire = functools.partial(wire_bytes, method="all_reduce", payload_dtype=payload_dtype)
@@ -266,7 +276,7 @@ def topk(
     clip_norm: float | None = 1.0,
     bias_correction: BiasCorrection = "both",
     axis_name: ex.AxisName = None,
-    block_size: int = 4096,
+    block_size: int | None = None,
     skip_nonfinite: bool = True,
 ) -> optax.GradientTransformationExtraArgs:
     """Per-leaf top-k of the raw gradient with error feedback, under AdamW or AdamS: the method SCAPE is measured against.
@@ -281,8 +291,8 @@ def topk(
       >>> tx = scape_jax.topk(1e-3, density=0.1, optimizer="adams")
       >>> state = tx.init({"w": jnp.ones((64, 128))})
     """
-    if optimizer not in ("adamw", "adams"):
-        raise ValueError(f"optimizer must be 'adamw' or 'adams', got {optimizer!r}.")
+    check_one_of("optimizer", optimizer, ("adamw", "adams"))
+    check_hyperparameters(b1, b2, eps)
     exchange = topk_gradients(density, axis_name, clip_norm, skip_nonfinite, block_size)
     if optimizer == "adamw":
         inner = optax.scale_by_adam(b1, b2, eps)

@@ -5,6 +5,7 @@ from typing import Any
 
 import optax
 
+from scape_jax._checks import check_rates
 from scape_jax._exchange import hold_on_skip
 
 
@@ -22,13 +23,6 @@ class Optimizer(optax.GradientTransformationExtraArgs):
     wire: Callable[..., Any]
     final_level: int = 0
     final_count: int = 0
-
-
-def check_rates(learning_rate: Any, weight_decay: Any) -> None:
-    """Raises ValueError where one is a plain number that is not finite or below 0."""
-    for name, value in (("learning_rate", learning_rate), ("weight_decay", weight_decay)):
-        if isinstance(value, int | float) and not 0 <= value < float("inf"):
-            raise ValueError(f"{name} must be a finite number >= 0, got {value!r}.")
 
 
 def make_optimizer(

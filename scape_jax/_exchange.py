@@ -11,7 +11,6 @@ import optax
 from jax import lax
 
 AxisName = str | tuple[str, ...] | None
-PAYLOAD_DTYPES = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16))
 
 
 class StepStats(NamedTuple):

@@ -1,15 +1,14 @@
 """The settings of SCAPE's exchange, checked once, when the transformation is built."""
 
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-import jax
 import jax.numpy as jnp
 
-from scape_jax._adams import check_hyperparameters
-from scape_jax._exchange import PAYLOAD_DTYPES, AxisName
+from scape_jax import _checks as check
+from scape_jax._adams import BIAS_CORRECTIONS
+from scape_jax._exchange import AxisName
 from scape_jax._layout import INDEX16_MAX_ROW, LeafLayout
 
 STATIC_ARGS = (
@@ -24,32 +23,6 @@ STATIC_ARGS = (
     "staleness_power",
     "axis_name",
 )
-
-
-def check_static_number(name: str, value: Any) -> None:
-    """These numbers fix shapes, so they cannot be traced."""
-    if isinstance(value, jax.Array | jax.core.Tracer):
-        raise TypeError(
-            f"{name} fixes the shapes of the exchange and must be a plain Python number, got {value!r}. "
-            "With optax.inject_hyperparams pass static_args=scape_jax.STATIC_ARGS."
-        )
-
-
-def check_density(density: Any) -> None:
-    check_static_number("density", density)
-    if isinstance(density, bool) or not isinstance(density, int | float) or not 0 < density <= 1:
-        raise ValueError(f"density must be in (0, 1], got {density!r}. Use 1.0 for a dense exchange.")
-
-
-def check_positive(name: str, value: Any, hint: str) -> None:
-    """`value` may be None, traced, or a finite number > 0."""
-    if isinstance(value, int | float) and not (value > 0 and math.isfinite(value)):
-        raise ValueError(f"{name} must be a finite number > 0, got {value!r}. {hint}")
-
-
-def check_payload_dtype(dtype: Any) -> None:
-    if jnp.dtype(dtype) not in PAYLOAD_DTYPES:
-        raise ValueError(f"payload_dtype must be float32 or bfloat16, got {jnp.dtype(dtype)}.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,27 +48,25 @@ class ScapeOptions:
     skip_nonfinite: bool = True
 
     def __post_init__(self):
-        check_density(self.density)
-        for name in ("block_size", "density_warmup_steps", "mask_every", "staleness_power"):
-            check_static_number(name, getattr(self, name))
-        check_hyperparameters(self.b1, self.b2, self.eps, self.bias_correction)
-        for name, allowed in (
-            ("clip_order", ("before", "paper")),
-            ("selection", ("block", "leaf")),
-            ("codec", ("auto", "bitmap", "index")),
-        ):
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name} must be one of {allowed}, got {getattr(self, name)!r}.")
-        if not isinstance(self.block_size, int) or self.block_size < 32 or self.block_size % 32:
-            raise ValueError(f"block_size must be a multiple of 32, at least 32, got {self.block_size!r}.")
-        if not isinstance(self.mask_every, int) or self.mask_every < 1:
-            raise ValueError(f"mask_every must be a whole number >= 1, got {self.mask_every!r}.")
-        if not isinstance(self.density_warmup_steps, int) or not 0 <= self.density_warmup_steps < 2**24:
-            raise ValueError(f"density_warmup_steps must be a whole number >= 0, got {self.density_warmup_steps!r}.")
-        if not 0 <= self.staleness_power <= 4:
-            raise ValueError(f"staleness_power must be in [0, 4], got {self.staleness_power!r}. 0 switches it off.")
-        check_positive("clip_norm", self.clip_norm, "Use None for no clipping.")
-        check_payload_dtype(self.payload_dtype)
+        check.check_density(self.density)
+        check.check_hyperparameters(self.b1, self.b2, self.eps)
+        check.check_one_of("bias_correction", self.bias_correction, BIAS_CORRECTIONS)
+        check.check_one_of("clip_order", self.clip_order, ("before", "paper"))
+        check.check_one_of("selection", self.selection, ("block", "leaf"))
+        check.check_one_of("codec", self.codec, ("auto", "bitmap", "index"))
+        check.check_whole_number("block_size", self.block_size, 32, "Typical: 4096.")
+        if self.block_size % 32:
+            raise ValueError(f"block_size must be a multiple of 32, got {self.block_size}. Typical: 4096.")
+        check.check_whole_number("mask_every", self.mask_every, 1, "Use 1 for a new mask in every step.")
+        check.check_whole_number("density_warmup_steps", self.density_warmup_steps, 0, "0 switches the warm-up off.")
+        if self.density_warmup_steps >= 1 << 24:
+            raise ValueError(f"density_warmup_steps must be below 2**24, got {self.density_warmup_steps}. Use fewer.")
+        check.check_static_number("staleness_power", self.staleness_power)
+        check.check_number(
+            "staleness_power", self.staleness_power, "in [0, 4]", lambda p: 0 <= p <= 4, "0 switches it off."
+        )
+        check.check_clip_norm(self.clip_norm)
+        check.check_payload_dtype(self.payload_dtype)
 
     def layout_arguments(self) -> dict[str, Any]:
         return {

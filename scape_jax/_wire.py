@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from scape_jax._checks import check_density
 from scape_jax._layout import density_levels, keep_of, leaf_layouts, level_of
-from scape_jax._options import ScapeOptions, check_density
+from scape_jax._options import ScapeOptions
 
 CONTROL_BYTES = 8  # two float32 beside each all-reduce: non-finite flag and loss
 
