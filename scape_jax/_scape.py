@@ -30,6 +30,7 @@ from scape_jax._layout import density_levels, final_count, leaf_layouts
 from scape_jax._options import ScapeOptions
 from scape_jax._scape_step import Emit, Leaf, ScapeStep
 from scape_jax._wire import wire_bytes
+from scape_jax._worker_types import own_on_workers
 
 
 class ScaleByScapeState(NamedTuple):
@@ -86,6 +87,9 @@ def _step(
     ex.check_local(updates, opts.axis_name, num_workers)
     layouts, treedef = leaf_layouts(updates, num_workers=num_workers, **opts.layout_arguments())
 
+    # Also where init ran in the same shard_map, so that the zeros it made are typed alike on all workers.
+    h, next_mask = (jax.tree.map(lambda x: own_on_workers(x, opts.axis_name), t) for t in (state.h, state.next_mask))
+
     def flat(tree):
         return [None] * len(layouts) if tree is None else treedef.flatten_up_to(tree)
 
@@ -95,9 +99,9 @@ def _step(
         for lay, g, h, prev, own, age in zip(
             layouts,
             jax.tree.leaves(updates),
-            flat(state.h),
+            flat(h),
             flat(state.mask),
-            flat(state.next_mask),
+            flat(next_mask),
             flat(state.age),
             strict=True,
         )
@@ -161,9 +165,8 @@ def _scape(opts: ScapeOptions, learning_rate: Any, weight_decay: Any, weight_dec
         if params is None:
             raise ValueError("weight decay needs the parameters: call update(grads, state, params).")
         chosen = weight_decay_mask(params) if callable(weight_decay_mask) else weight_decay_mask
-        leaves, treedef = jax.tree.flatten(params)
-        chosen = [True] * len(leaves) if chosen is None else treedef.flatten_up_to(chosen)
-        return eta, [weight_decay if c else 0.0 for c in chosen]
+        chosen = jax.tree.broadcast(True if chosen is None else chosen, params)
+        return eta, [weight_decay if c else 0.0 for c in jax.tree.leaves(chosen)]
 
     def update(updates, state, params=None, **extra_args):
         leaves, treedef = jax.tree.flatten(updates)

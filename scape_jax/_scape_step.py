@@ -19,6 +19,7 @@ from scape_jax import _exchange as ex
 from scape_jax._adams import adams_rule
 from scape_jax._layout import LeafLayout, density_levels, level_of
 from scape_jax._options import ScapeOptions
+from scape_jax._worker_types import equal_on_workers
 
 MAX_AGE = 255
 # Kept entries are distinct, ascending and inside the leaf: XLA needs no clamping and no atomics.
@@ -171,7 +172,7 @@ class ScapeStep:
                 m_prev, e = jnp.where(had_m, m_prev, 0.0), jnp.where(had_m, 0.0, m_prev)
                 g = g + e / (1 - b1)
             kept_of.append(kept)
-            m_prevs.append(m_prev)
+            m_prevs.append(equal_on_workers(m_prev, opts.axis_name))
             payload.append(g)
 
         ghats, bad, loss = ex.all_reduce_mean(
