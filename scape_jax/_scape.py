@@ -93,9 +93,8 @@ def _step(
     def flat(tree):
         return [None] * len(layouts) if tree is None else treedef.flatten_up_to(tree)
 
-    one = lambda x: None if x is None else x.reshape(-1)  # noqa: E731
     leaves = [
-        Leaf(lay, one(g).astype(jnp.float32), one(h), prev, one(own), one(age))
+        Leaf(lay, g.astype(jnp.float32), h, prev, own, age)
         for lay, g, h, prev, own, age in zip(
             layouts,
             jax.tree.leaves(updates),
@@ -113,19 +112,16 @@ def _step(
         emit, nonfinite, zero if value is None else value, state.stats, level
     )
 
-    def tree(xs, shape):
-        shaped = [None if x is None else x.reshape(shape(lay)) for x, lay in zip(xs, layouts, strict=True)]
-        return treedef.unflatten(shaped)
-
+    tree = treedef.unflatten
     new_state = ScaleByScapeState(
         count=jnp.where(new.ok, optax.safe_increment(state.count), state.count),
-        h=tree(new.h, lambda lay: (1, *lay.shape)),
-        mask=tree(new.words, lambda lay: (-1,)),
-        next_mask=tree(new.own, lambda lay: (1, -1)),
-        age=None if state.age is None else tree(new.age, lambda lay: lay.shape),
+        h=tree(new.h),
+        mask=tree(new.words),
+        next_mask=tree(new.own),
+        age=None if state.age is None else tree(new.age),
         stats=new.stats,
     )
-    return tree(new.emitted, lambda lay: lay.shape), new_state
+    return tree(new.emitted), new_state
 
 
 def scale_by_scape(density: float | None = None, **options: Any) -> optax.GradientTransformationExtraArgs:
@@ -142,7 +138,7 @@ def scale_by_scape(density: float | None = None, **options: Any) -> optax.Gradie
 
         def emit(i, kept, u, ok):
             u = jnp.where(ok, u, 0.0)
-            return kept.put(jnp.zeros((leaves[i].size,), jnp.float32), u).astype(dtypes[i])
+            return kept.put(jnp.zeros(leaves[i].shape, jnp.float32), u).astype(dtypes[i])
 
         return _step(opts, emit, updates, state, **extra_args)
 
@@ -175,9 +171,9 @@ def _scape(opts: ScapeOptions, learning_rate: Any, weight_decay: Any, weight_dec
         theta = None if lam is None else treedef.flatten_up_to(params)
 
         def emit(i, kept, u, ok):
-            change = jnp.zeros((leaves[i].size,), jnp.float32)
+            change = jnp.zeros(leaves[i].shape, jnp.float32)
             if lam is not None:
-                change = (-eta * lam[i]) * theta[i].reshape(-1).astype(jnp.float32)
+                change = (-eta * lam[i]) * theta[i].astype(jnp.float32)
             # -0.0 is the one number that leaves every parameter bit-equal when added.
             return jnp.where(ok, kept.add(change, -eta * u), -0.0).astype(dtypes[i])
 
@@ -188,14 +184,14 @@ def _scape(opts: ScapeOptions, learning_rate: Any, weight_decay: Any, weight_dec
         eta, lam = rates(params, state)
 
         def emit(i, kept, u, ok):
-            x = theta[i].reshape(-1)
+            x = theta[i]
             wide = x.astype(jnp.float32)
             decayed = wide if lam is None else jnp.where(ok, wide - (eta * lam[i]) * wide, wide)
             if x.dtype == jnp.float32:
                 return kept.add(decayed, jnp.where(ok, -eta * u, -0.0))
             # Below float32 the sum is rounded once, from the exact operands.
             old = kept.take(wide)
-            new = old - eta * (u if lam is None else u + lam[i] * old)
+            new = old - eta * (u.reshape(-1) if lam is None else u.reshape(-1) + lam[i] * old)
             return kept.put(decayed.astype(x.dtype), jnp.where(ok, new, old).astype(x.dtype))
 
         return _step(opts, emit, updates, state, **extra_args)

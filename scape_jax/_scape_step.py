@@ -28,14 +28,17 @@ _AT: dict[str, Any] = {"mode": "promise_in_bounds", "unique_indices": True, "ind
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """One leaf inside a step: flat views of what this worker holds. All but g, h is None for a dense leaf."""
+    """One leaf inside a step, as this worker holds it. prev, own and age are None for a dense leaf.
+
+    Arrays keep the shapes of the state: XLA writes into a donated buffer in place only where no reshape stands between.
+    """
 
     layout: LeafLayout
-    g: jax.Array  # (N,) float32, the worker's gradient
-    h: jax.Array  # (N,) float32
+    g: jax.Array  # (*shape) float32, the worker's gradient
+    h: jax.Array  # (1, *shape) float32
     prev: jax.Array | None  # packed M_{t-2}: where h holds m
-    own: jax.Array | None  # packed rows of M_{t-1} that this worker selected
-    age: jax.Array | None  # (N,) uint8
+    own: jax.Array | None  # (1, words), packed rows of M_{t-1} that this worker selected
+    age: jax.Array | None  # (*shape) uint8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,13 +49,21 @@ class Kept:
     at: jax.Array | None
 
     def take(self, x: jax.Array) -> jax.Array:
+        """The kept entries of x, flat."""
+        x = x.reshape(-1)
         return x if self.at is None else x.at[self.at].get(**_AT)
 
     def put(self, x: jax.Array, values: jax.Array) -> jax.Array:
-        return values if self.at is None else x.at[self.at].set(values, **_AT)
+        """x with its kept entries replaced."""
+        if self.at is None:
+            return values.reshape(x.shape)
+        return x.at[jnp.unravel_index(self.at, x.shape)].set(values, **_AT)
 
     def add(self, x: jax.Array, values: jax.Array) -> jax.Array:
-        return x + values if self.at is None else x.at[self.at].add(values, **_AT)
+        """x with `values` added to its kept entries."""
+        if self.at is None:
+            return x + values.reshape(x.shape)
+        return x.at[jnp.unravel_index(self.at, x.shape)].add(values, **_AT)
 
 
 # (leaf number, its mask, u on the kept entries, ok) -> what the step returns for that leaf.
@@ -84,16 +95,18 @@ class ScapeStep:
         """The whole step; `level`, where given, promises the density level of `count`."""
         # Nothing here depends on a gradient, so XLA can gather the masks while forward and backward run.
         masks = self._current_masks()
+        selected = self._selected()
 
         def at_level(index: int):
-            return lambda: self._at_level(index, masks, emit, nonfinite, loss, stats)
+            return lambda: self._at_level(index, masks, selected, emit, nonfinite, loss, stats)
 
         if level is None and len(self.levels) > 1:
             branches = [at_level(i) for i in range(len(self.levels))]
             emitted, h, words, age, stats, ok = lax.switch(self._level_after(0), branches)
         else:
             emitted, h, words, age, stats, ok = at_level(len(self.levels) - 1 if level is None else level)()
-        return StepResult(emitted, h, words, self._refreshed(ok), age, stats, ok)
+        own = [None if new is None else jnp.where(ok, new, leaf.own) for leaf, new in zip(self.leaves, selected, strict=True)]
+        return StepResult(emitted, h, words, own, age, stats, ok)
 
     # The mask in use ----------------------------------------------------------------------------------------------
 
@@ -121,7 +134,7 @@ class ScapeStep:
         """The owners' rows from all workers, for all leaves in ONE all-gather."""
         keep = [leaf.layout.kept(self.levels[-1])[0] for leaf in self.sparse]
         if codec == "bitmap":
-            parts = [leaf.own for leaf in self.sparse]
+            parts = [leaf.own.reshape(-1) for leaf in self.sparse]
         else:
             parts = [
                 row_indices(leaf.own.reshape(-1, leaf.layout.row_words), k).astype(self.index_dtype).reshape(-1)
@@ -158,20 +171,22 @@ class ScapeStep:
 
     # Exchange and update ------------------------------------------------------------------------------------------
 
-    def _at_level(self, index, masks, emit, nonfinite, loss, stats):
+    def _at_level(self, index, masks, selected, emit, nonfinite, loss, stats):
         opts, b1 = self.opts, self.opts.b1
         step = (self.count + 1).astype(jnp.float32)
         masks = self._masks_at(index, masks)
-        kept_of, m_prevs, payload = [], [], []
+        kept_of, olds, m_prevs, payload = [], [], [], []
         for leaf in self.leaves:
             kept = next(masks) if leaf.layout.sparse else Kept(None, None)
-            g, m_prev = kept.take(leaf.g), kept.take(leaf.h)
+            g, old = kept.take(leaf.g), kept.take(leaf.h)
+            m_prev = old
             if leaf.layout.sparse:
                 # h holds m where the entry was kept in the last step, the residual elsewhere.
                 had_m = unpack(leaf.prev, leaf.layout.size) if kept.at is None else bit_at(leaf.prev, kept.at)
-                m_prev, e = jnp.where(had_m, m_prev, 0.0), jnp.where(had_m, 0.0, m_prev)
+                m_prev, e = jnp.where(had_m, old, 0.0), jnp.where(had_m, 0.0, old)
                 g = g + e / (1 - b1)
             kept_of.append(kept)
+            olds.append(old)
             m_prevs.append(equal_on_workers(m_prev, opts.axis_name))
             payload.append(g)
 
@@ -179,9 +194,14 @@ class ScapeStep:
             payload, nonfinite, loss, opts.axis_name, self.num_workers, opts.payload_dtype
         )
         stats, ok = ex.judge(ghats, bad, loss, stats, opts.clip_norm, opts.skip_nonfinite)
+        # The buffers are overwritten in place, after everything else has read them.
+        write = _after(ok, stats.grad_norm, *[x for x in selected if x is not None])
+        write = equal_on_workers(write, opts.axis_name)
 
         emitted, hs, ages = [], [], []
-        for i, (leaf, kept, m_prev, ghat) in enumerate(zip(self.leaves, kept_of, m_prevs, ghats, strict=True)):
+        for i, (leaf, kept, old, m_prev, ghat) in enumerate(
+            zip(self.leaves, kept_of, olds, m_prevs, ghats, strict=True)
+        ):
             clipped = stats.clip_factor * ghat
             in_v = clipped
             if leaf.age is not None:
@@ -191,9 +211,9 @@ class ScapeStep:
             m, u = adams_rule(
                 in_m, m_prev, step, b1=b1, b2=opts.b2, eps=opts.eps, bias_correction=opts.bias_correction, g_in_v=in_v
             )
-            emitted.append(emit(i, kept, u, ok))
-            hs.append(_new_buffer(leaf, kept, m, ok, b1))
-            ages.append(_new_age(leaf, kept, ok))
+            emitted.append(emit(i, kept, u, write))
+            hs.append(_new_buffer(leaf, kept, jnp.where(write, m, old), write, b1))
+            ages.append(_new_age(leaf, kept, write))
         words = [
             None if kept.words is None else jnp.where(ok, kept.words, leaf.prev)
             for leaf, kept in zip(self.leaves, kept_of, strict=True)
@@ -202,8 +222,8 @@ class ScapeStep:
 
     # The mask of the next step ------------------------------------------------------------------------------------
 
-    def _refreshed(self, ok: jax.Array) -> list[jax.Array | None]:
-        """Per leaf the owned rows of the next mask, packed; the old ones between refreshes and on a skip."""
+    def _selected(self) -> list[jax.Array | None]:
+        """Per leaf the owned rows of the next mask, packed (1, words); the old ones between refreshes."""
         if not self.sparse:
             return [None for _ in self.leaves]
         worker = ex.worker_index(self.opts.axis_name, self.num_workers)
@@ -211,15 +231,14 @@ class ScapeStep:
         keeps = keeps[:, self._level_after(1)]
 
         def select_all():
-            return [_refresh(leaf, self.opts.b1, k, worker) for leaf, k in zip(self.sparse, keeps, strict=True)]
+            return [_refresh(leaf, self.opts.b1, k, worker)[None] for leaf, k in zip(self.sparse, keeps, strict=True)]
 
-        old = [leaf.own for leaf in self.sparse]
         if self.opts.mask_every > 1:
-            own = lax.cond(self.count % self.opts.mask_every == 0, select_all, lambda: old)
+            old = [leaf.own for leaf in self.sparse]
+            own = iter(lax.cond(self.count % self.opts.mask_every == 0, select_all, lambda: old))
         else:
-            own = select_all()
-        new = iter([jnp.where(ok, n, o) for n, o in zip(own, old, strict=True)])
-        return [next(new) if leaf.layout.sparse else None for leaf in self.leaves]
+            own = iter(select_all())
+        return [next(own) if leaf.layout.sparse else None for leaf in self.leaves]
 
 
 def _flat_positions(columns: jax.Array, layout: LeafLayout, density: float) -> jax.Array:
@@ -234,16 +253,26 @@ def _positions(words: jax.Array, layout: LeafLayout, density: float) -> jax.Arra
 
 
 def _semi_updated(h: jax.Array, g: jax.Array, prev: jax.Array, b1: Any) -> jax.Array:
-    """mt^n = b1 m_{t-1} + (1-b1) g^n + e^n, with m in h on M_{t-2} (`prev`) and e in h off it; all (N,)."""
-    return jnp.where(unpack(prev, h.shape[0]), b1 * h, h) + (1 - b1) * g
+    """mt^n = b1 m_{t-1} + (1-b1) g^n + e^n, with m in h on M_{t-2} (`prev`) and e in h off it; of h's shape."""
+    had_m = unpack(prev, h.size).reshape(h.shape)
+    return jnp.where(had_m, b1 * h, h) + (1 - b1) * g.reshape(h.shape)
+
+
+def _after(ok: jax.Array, *values: jax.Array) -> jax.Array:
+    """`ok`, but a consumer of it runs after `values` are computed.
+
+    Without such a data dependency XLA copies a buffer that others read before it is overwritten in place; its CPU
+    backend drops optimization_barrier before that decision. 0 * x == 0 is what XLA cannot fold: x may be NaN.
+    """
+    return ok & jnp.stack([(0.0 * jnp.ravel(x)[0].astype(jnp.float32) == 0) | ~ok for x in values]).all()
 
 
 def _new_buffer(leaf: Leaf, kept: Kept, m: jax.Array, ok: jax.Array, b1: Any) -> jax.Array:
-    """h of the next step: m_t on the mask, mt^n off it. Unchanged on a skip."""
-    m = jnp.where(ok, m, kept.take(leaf.h))
+    """h of the next step: `m` on the mask, mt^n off it, which is left alone on a skip."""
+    h = leaf.h
     if kept.at is None:
-        return m
-    return kept.put(jnp.where(ok, _semi_updated(leaf.h, leaf.g, leaf.prev, b1), leaf.h), m)
+        return m.reshape(h.shape)
+    return kept.put(jnp.where(ok, _semi_updated(h, leaf.g, leaf.prev, b1), h), m)
 
 
 def _new_age(leaf: Leaf, kept: Kept, ok: jax.Array) -> jax.Array | None:
@@ -260,7 +289,7 @@ def _refresh(leaf: Leaf, b1: Any, keeps: jax.Array, worker: jax.Array) -> jax.Ar
     owned, total = lay.owned_rows * lay.row, lay.owned_rows * lay.row * lay.num_workers
 
     def part(x: jax.Array, unit: int) -> jax.Array:
-        n = total // unit
+        x, n = x.reshape(-1), total // unit
         x = jnp.pad(x, (0, n - x.shape[0])) if x.shape[0] < n else x
         return lax.dynamic_slice(x, (worker * (owned // unit),), (owned // unit,))
 
