@@ -167,7 +167,7 @@ def test_presets_compute_in_bfloat16_except_on_cpu():
 
 
 def test_unknown_preset_names_the_nearest():
-    with pytest.raises(ValueError, match="got 'llama500'. Did you mean 'llama500m'"):
+    with pytest.raises(ValueError, match=r"got 'llama500'\. Did you mean 'llama500m'"):
         models.preset("llama500")
 
 

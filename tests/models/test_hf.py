@@ -14,6 +14,7 @@ import safetensors.numpy
 import models
 from tests.helpers import assert_bit_equal
 from tests.models import reference_numpy as reference
+from tests.models.random_models import random_params, random_tokens
 
 LLAMA = models.preset("tiny")
 TIED = dataclasses.replace(LLAMA, tied_head=True)
@@ -34,11 +35,9 @@ APPLY = jax.jit(models.apply, static_argnums=0)
 @functools.cache
 def trained(config, steps=2):
     """Parameters after two optimizer steps: no zeros, ones or ties that hide an exchanged tensor."""
-    params = models.init_params(config, 0)
+    params = random_params(config)
     tx = optax.adam(1e-2)
-    batch = {
-        "tokens": jnp.asarray(np.random.default_rng(0).integers(0, config.vocab_size, (4, 17)), jnp.int32)
-    }
+    batch = {"tokens": random_tokens(config, 4, 17)}
 
     @jax.jit
     def step(params, state):

@@ -13,6 +13,7 @@ import pytest
 import models
 from tests.helpers import assert_close
 from tests.models import reference_numpy as reference
+from tests.models.random_models import random_params
 
 TINY = models.LlamaConfig(
     vocab_size=23, max_length=16, n_layers=2, width=24, n_heads=6, n_kv_heads=2, ff_width=40, dtype="float32"
@@ -27,13 +28,6 @@ CONFIGS = {
     "llama_wide_heads": dataclasses.replace(TINY, head_dim=10, n_kv_heads=3, rope_theta=100.0),
     "llama_scaled": dataclasses.replace(TINY, rope_theta=50.0, head_dim=16, rope_scaling=SCALED),
 }
-
-
-def random_params(config, seed=0):
-    """Parameters of order 1 everywhere, biases and norms too: initial values would hide a missing bias."""
-    leaves, tree = jax.tree.flatten(models.abstract_params(config))
-    rng = np.random.default_rng(seed)
-    return tree.unflatten([jnp.asarray(rng.normal(0, 0.4, leaf.shape), leaf.dtype) for leaf in leaves])
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 import models
+from tests.models.random_models import random_params
 
 
 def test_good_tokens_come_back():
@@ -30,6 +31,6 @@ def test_bad_tokens(tokens, message):
 def test_an_unchecked_id_makes_the_loss_nan():
     """Not clipped to some other token: a run that skipped the check must not look healthy."""
     config = models.preset("tiny")
-    params = models.init_params(config)
+    params = random_params(config)
     tokens = jnp.full((1, 5), config.vocab_size, jnp.int32)
     assert np.isnan(models.loss_fn(config)(params, {"tokens": tokens}))
