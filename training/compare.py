@@ -90,7 +90,9 @@ def figure(runs: Sequence[RunResults]) -> Figure:
         by_bytes.plot(sent, losses, color=color, marker="o", markersize=3)
     by_step.set(title="training loss", xlabel="step", ylabel="nats per token")
     validation.set(title="validation loss", xlabel="step")
-    by_bytes.set(title="validation loss for bytes sent per worker", xlabel="bytes", xscale="log")
+    by_bytes.set(title="validation loss for bytes sent per worker", xlabel="bytes")
+    if any(len(line.get_xdata()) for line in by_bytes.get_lines()):
+        by_bytes.set_xscale("log")
     for axes in (by_step, validation, by_bytes):
         axes.grid(alpha=0.3)
     drawing.legend(loc="outside lower center", ncols=min(4, len(runs)))
@@ -107,7 +109,8 @@ def write(runs: Sequence[RunResults], picture: str | Path) -> tuple[Path, Path]:
     body = "".join(f"<tr>{row}</tr>" for row in cells)
     page = picture.with_suffix(".html")
     page.write_text(
-        f"<!doctype html><html lang='en'><head><meta charset='utf-8'><title>Runs</title><style>{_STYLE}</style>"
+        "<!doctype html><html lang='en'><head><meta "
+        f"charset='utf-8'><title>Runs</title><style>{_STYLE}</style>"
         f"</head><body><h1>Comparison of {len(runs)} runs</h1>{svg(drawing)}"
         f"<table><tr>{head}</tr>{body}</table></body></html>\n"
     )

@@ -32,17 +32,24 @@ def make_optimizer(
         weight_decay_mask=decay_mask(o),
         clip_norm=o.clip_norm or None,
         axis_name=axis_name,
-        payload_dtype=jnp.dtype(o.payload_dtype),
         skip_nonfinite=o.skip_nonfinite,
     )
+    payload_dtype = jnp.dtype(o.payload_dtype)
     if o.name == "adamw":
-        return scape_jax.adamw(schedule, **common)
+        return scape_jax.adamw(schedule, payload_dtype=payload_dtype, **common)
     if o.name == "adams":
-        return scape_jax.adams(schedule, bias_correction=o.bias_correction, **common)
-    dense = path_predicate(o.dense)
-    if o.name.startswith("topk_"):
-        rule = o.name.removeprefix("topk_")
-        return scape_jax.topk(schedule, o.density, optimizer=rule, dense=dense, **common)
+        return scape_jax.adams(
+            schedule, payload_dtype=payload_dtype, bias_correction=o.bias_correction, **common
+        )
+    if o.name == "topk_adamw" or o.name == "topk_adams":
+        return scape_jax.topk(
+            schedule,
+            o.density,
+            optimizer="adamw" if o.name == "topk_adamw" else "adams",
+            bias_correction=o.bias_correction,
+            block_size=o.block_size,
+            **common,
+        )
     return scape_jax.scape(
         schedule,
         o.density,
@@ -52,7 +59,8 @@ def make_optimizer(
         selection=o.selection,
         block_size=o.block_size,
         codec=o.codec,
-        dense=dense,
+        payload_dtype=payload_dtype,
+        dense=path_predicate(o.dense),
         density_warmup_steps=density_warmup_steps(config),
         mask_every=o.mask_every,
         staleness_power=o.staleness_power,

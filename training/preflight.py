@@ -51,27 +51,24 @@ class Data:
     validation: TokenFile
 
 
-def estimate_memory(config: Config) -> MemoryEstimate:
-    """From shapes alone; nothing is allocated."""
+def estimate_memory(config: Config, *, on_gpu: bool | None = None) -> MemoryEstimate:
+    """From shapes alone; nothing is allocated. `on_gpu` None: on the kind of device that this process has."""
+    on_gpu = jax.default_backend() != "cpu" if on_gpu is None else on_gpu
     model = config.model.build()
     parameters = models.num_params(model)
     state = _STATE_BYTES_PER_PARAMETER[config.optimizer.name] + (config.optimizer.staleness_power > 0)
     narrow = model.dtype == "bfloat16"
     sequences = config.data.global_batch // (config.mesh.data * config.data.accumulate)
-    tokens, item = sequences * config.data.length, 2 if narrow else 4
-    # Kept per layer and token: its input, two norms, q, k, v, the attention's result and output, three feed-
-    # forward arrays.
-    per_layer = 8 * model.width + 3 * model.ff_width
-    layers = (
-        tokens
-        * item
-        * (model.width * model.n_layers + per_layer if model.remat else per_layer * model.n_layers)
-    )
-    if (
-        jax.default_backend() == "cpu"
-    ):  # no flash attention: the scores and probabilities of each head are stored
-        scores = 2 * tokens * config.data.length * model.n_heads * 4
-        layers += scores * (1 if model.remat else model.n_layers)
+    tokens = sequences * config.data.length
+    # Values kept for the backward pass, fitted to XLA's own figures: about ten of the model's width and four of
+    # the feed-forward part (GELU: six) per token and layer; with remat one per layer and those of one layer.
+    per_layer = 10 * model.width + (6 if model.family == "gpt" else 4) * model.ff_width
+    values = model.n_layers * (model.width if model.remat else per_layer) + (per_layer if model.remat else 0)
+    activations = tokens * values * (2 if narrow and on_gpu else 4)  # XLA:CPU computes bfloat16 in float32
+    if not on_gpu:  # no flash attention: scores, exponentials, probabilities and their gradient stay
+        activations += (
+            4 * 4 * tokens * config.data.length * model.n_heads * (1 if model.remat else model.n_layers)
+        )
     chunk = min(model.loss_chunk or config.data.length, config.data.length)
     logits = 3 * sequences * chunk * model.vocab_size * 4
     return MemoryEstimate(
@@ -79,7 +76,7 @@ def estimate_memory(config: Config) -> MemoryEstimate:
         gradients_bytes=parameters * 4 * (2 if config.data.accumulate > 1 else 1),
         optimizer_bytes=int(parameters * state),
         update_bytes=parameters * 4,
-        activations_bytes=layers + logits,
+        activations_bytes=activations + logits,
     )
 
 
@@ -117,20 +114,18 @@ def memory_problem(config: Config) -> str | None:
         if not available or estimate.total_bytes <= available:
             return None
         total = f"each device needs about {amount(estimate.total_bytes)}"
-    advice = [
-        f"use devices with {amount(1.1 * estimate.total_bytes)} or more, one for each of the {workers} "
-        "workers"
-    ]
-    if (
-        estimate.activations_bytes > estimate.total_bytes / 3
-        and config.data.global_batch > workers * config.data.accumulate
-    ):
-        advice.append(f"raise --data.accumulate (now {config.data.accumulate}) to shrink the activations")
+    gpu = estimate_memory(config, on_gpu=True)
+    advice = [f"use {workers} GPUs with {amount(1.1 * gpu.total_bytes)} or more, one for each worker"]
+    if estimate.activations_bytes > estimate.total_bytes / 3:
+        if config.data.global_batch > workers * config.data.accumulate:
+            advice.append(f"raise --data.accumulate (now {config.data.accumulate}) to shrink the activations")
+        if not config.model.build().remat:
+            advice.append("set --model.remat True")
     if jax.default_backend() == "cpu" and workers > 1:
-        advice.append("use fewer workers (--mesh.data)")
-    advice.append("or take a smaller --config")
+        advice.append(f"use fewer workers than --mesh.data {workers}")
     have = f"{amount(available)} are available in {where}"
-    return f"memory: {total}, {have}. {estimate}. To run it: {'; '.join(advice)}."
+    advice.append("take a smaller --config")
+    return f"memory: {total}, {have}. That is {estimate}. To run it: {'; or '.join(advice)}."
 
 
 def missing_data(config: Config) -> str | None:

@@ -166,7 +166,8 @@ def train(setup: Setup, folder: Path, *, resume: bool = False, out: TextIO | Non
         progress = stack.enter_context(Progress(total, file=out))
         stop = stack.enter_context(
             StopSignals(
-                lambda number: progress.note("stopping after this step; once more to leave at once, unsaved")
+                lambda number: progress.note("stopping after this step; once more to leave at once, unsaved"),
+                lambda: progress.console.show_cursor(True),
             )
         )
         progress.note(startup_text(setup, folder, state.step))
@@ -175,15 +176,18 @@ def train(setup: Setup, folder: Path, *, resume: bool = False, out: TextIO | Non
         while state.step < total and stop.received is None:
             batch = place(next(state.loader), setup.mesh, AXIS_NAME)
             state.params, state.opt_state, measured = setup.step(state.params, state.opt_state, batch)
+            state.step += 1
             wire = setup.step.wire_bytes(state.step)
             state.totals["bytes_sent"] += wire.total_bytes
             state.totals["dense_bytes"] += wire.dense_total_bytes
-            state.step += 1
             log.add(state.step, measured)
 
             if state.step % config.log.every == 0 or state.step == total:
                 telemetry = setup.step.telemetry(state.opt_state) if config.log.telemetry else {}
-                log.line(state.step, {**_bytes(state), "wire_bytes": wire.total_bytes, **telemetry})
+                log.line(
+                    state.step,
+                    {**_bytes(state), "wire_bytes": wire.total_bytes, "density": wire.density, **telemetry},
+                )
             if evaluate_every and state.step % evaluate_every == 0 and state.step < total:
                 with log.pause():
                     result = validate(setup, state.params, config.eval.batches, stop)
@@ -241,7 +245,7 @@ def save(setup: Setup, state: State, checkpoints: Checkpoints) -> None:
 
 def startup_text(setup: Setup, folder: Path, step: int) -> str:
     """What is about to run, in a few aligned lines."""
-    config, wire = setup.config, setup.step.wire_bytes(setup.config.run.steps - 1)
+    config, wire = setup.config, setup.step.wire_bytes(setup.config.run.steps)
     optimizer = config.optimizer.name + (
         f", density {config.optimizer.density:g}" if config.optimizer.is_sparse else ""
     )
@@ -267,7 +271,7 @@ def summarise(setup: Setup, state: State, final: Evaluation, records: list[dict[
     """The numbers of a finished run; training loss is the mean over its last twentieth."""
     logged = [record for record in records if "loss_mean" in record]
     tail = [r["loss_mean"] for r in logged if r["step"] > 0.95 * state.step] or [logged[-1]["loss_mean"]]
-    wire = setup.step.wire_bytes(state.step - 1)
+    wire = setup.step.wire_bytes(state.step)
     return {
         "steps": state.step,
         "train_loss": statistics.fmean(tail),

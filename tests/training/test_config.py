@@ -1,4 +1,4 @@
-"""Settings: values of any spelling, ranges, unknown keys, presets, files, the command line (cases 26 and 29)."""
+"""Settings: values of any spelling, ranges, unknown keys, presets, files, command line (cases 26 and 29)."""
 
 import dataclasses
 import json
@@ -37,8 +37,9 @@ def test_presets_are_the_papers_runs(name, expected):
     c = settings.preset(name)
     warmup = c.schedule.warmup_fraction * c.run.steps
     assert expected == (
-        c.run.steps, c.data.global_batch, c.data.length, c.schedule.learning_rate, c.schedule.end_learning_rate,
-        warmup, c.optimizer.b1, c.optimizer.b2, c.optimizer.weight_decay, c.optimizer.clip_norm,
+        c.run.steps, c.data.global_batch, c.data.length, c.schedule.learning_rate,
+        c.schedule.end_learning_rate, warmup, c.optimizer.b1, c.optimizer.b2, c.optimizer.weight_decay,
+        c.optimizer.clip_norm,
     )  # fmt: skip
     assert c.model.build() == models.preset(name)
 
@@ -52,10 +53,14 @@ def test_overrides_change_only_what_they_name():
 @pytest.mark.parametrize(
     ("suffix", "text"),
     [
-        (".yaml", "schedule:\n  learning_rate: 3e-4\noptimizer.eps: 1e-8\nmodel:\n  tie_embeddings: 'False'\n"),
+        (
+            ".yaml",
+            "schedule:\n  learning_rate: 3e-4\noptimizer.eps: 1e-8\nmodel:\n  tie_embeddings: 'False'\n",
+        ),
         (
             ".json",
-            '{"schedule": {"learning_rate": "3e-4"}, "optimizer.eps": "1e-8", "model": {"tie_embeddings": false}}',
+            '{"schedule": {"learning_rate": "3e-4"}, "optimizer.eps": "1e-8",'
+            ' "model": {"tie_embeddings": false}}',
         ),
     ],
 )
@@ -108,7 +113,11 @@ def test_command_line_refuses(arguments, capsys):
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("optimizer.sparisty", 0.9, r"unknown setting 'optimizer.sparisty'. Did you mean 'optimizer.density'"),
+        (
+            "optimizer.sparisty",
+            0.9,
+            r"unknown setting 'optimizer.sparisty'. Did you mean 'optimizer.density'",
+        ),
         ("optimizer.staleness_powr", 1, r"Did you mean 'optimizer.staleness_power'"),
         ("optimzer.density", 0.1, r"unknown setting 'optimzer.density'. Did you mean 'optimizer.density'"),
         ("optimzer", {}, r"Did you mean 'optimizer'"),
@@ -117,7 +126,11 @@ def test_command_line_refuses(arguments, capsys):
         ("optimizer.density", 0, r"optimizer.density must be in \(0, 1\], got 0.0"),
         ("optimizer.density", 1.5, r"optimizer.density must be in \(0, 1\], got 1.5"),
         ("optimizer.density", math.nan, r"optimizer.density must be in \(0, 1\], got nan"),
-        ("optimizer.density", "dense", r"optimizer.density must be a number such as 3e-4, got the text 'dense'"),
+        (
+            "optimizer.density",
+            "dense",
+            r"optimizer.density must be a number such as 3e-4, got the text 'dense'",
+        ),
         ("optimizer.density", True, r"optimizer.density must be a number, got True"),
         ("optimizer.b1", 1.0, r"optimizer.b1 must be in \[0, 1\), got 1.0"),
         ("optimizer.b2", -0.1, r"optimizer.b2 must be in \[0, 1\)"),
@@ -149,7 +162,7 @@ def test_bad_value_is_named_with_what_must_hold(key, value, message):
 
 
 def test_gpt_has_no_choice_of_kv_heads():
-    with pytest.raises(ValueError, match="model.n_kv_heads must be left out for gpt345m"):
+    with pytest.raises(ValueError, match=r"model.n_kv_heads must be left out for gpt345m"):
         settings.ModelConfig(preset="gpt345m", n_kv_heads=4)
 
 
@@ -173,7 +186,7 @@ def test_unreadable_files(tmp_path):
 
 
 def test_unknown_preset_names_the_nearest():
-    with pytest.raises(ValueError, match="got 'llama500'. Did you mean 'llama500m'"):
+    with pytest.raises(ValueError, match=r"got 'llama500'. Did you mean 'llama500m'"):
         settings.preset("llama500")
 
 

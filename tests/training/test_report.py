@@ -43,7 +43,12 @@ def test_report_is_self_contained_and_complete(tmp_path):
     # nothing is fetched: no scripts, images, style sheets or links; the rest are XML names
     assert not re.search(r"<(script|img|link|iframe)\b", text)
     assert not re.search(r"(src|href)=['\"]\s*https?:", text)
-    for title in ("loss (nats per token)", "bytes sent per worker", "density of the mask", "overlap of adjacent"):
+    for title in (
+        "loss (nats per token)",
+        "bytes sent per worker",
+        "density of the mask",
+        "overlap of adjacent",
+    ):
         assert title in text, title
     assert "residual" in text and "2.1300" in text and "8.0" in text
     assert "&quot;staleness_power&quot;" in text
@@ -57,7 +62,10 @@ def test_report_of_an_unfinished_run(tmp_path):
 def test_panels_without_data_are_left_out(tmp_path):
     run = report.read_run(make_run(tmp_path / "a"))
     kept = [{k: v for k, v in r.items() if k not in ("mask_overlap", "density")} for r in run.records]
-    titles = [axes.get_title() for axes in report.run_figure(report.RunResults(run.folder, run.config, kept, {})).axes]
+    titles = [
+        axes.get_title()
+        for axes in report.run_figure(report.RunResults(run.folder, run.config, kept, {})).axes
+    ]
     assert "overlap of adjacent masks" not in titles and "loss (nats per token)" in titles
 
 
@@ -71,7 +79,7 @@ def test_curves_hold_the_logged_values(tmp_path):
 
 
 def test_folder_without_a_run(tmp_path):
-    with pytest.raises(ValueError, match="must hold config.json"):
+    with pytest.raises(ValueError, match=r"must hold config.json"):
         report.read_run(tmp_path)
 
 
@@ -83,7 +91,9 @@ def test_compare_prints_one_table_and_one_picture(tmp_path, capsys, monkeypatch)
     out = tmp_path / "picture.png"
     assert command.main([str(worse), str(going), str(better), "--out", str(out)]) == 0
     told = capsys.readouterr().out
-    assert told.index("better (adams)") < told.index("worse (scape d=0.1)") < told.index("going (scape d=0.1)")
+    assert (
+        told.index("better (adams)") < told.index("worse (scape d=0.1)") < told.index("going (scape d=0.1)")
+    )
     assert out.read_bytes().startswith(b"\x89PNG")
     page = (tmp_path / "picture.html").read_text()
     assert "<svg" in page and "better (adams)" in page
