@@ -13,9 +13,10 @@ from scape_jax._baselines import (
 from scape_jax._chain import Optimizer
 from scape_jax._exchange import StepStats
 from scape_jax._options import STATIC_ARGS
+from scape_jax._preflight import check_equal_on_workers
 from scape_jax._scape import ScaleByScapeState, scale_by_scape, scape
 from scape_jax._telemetry import telemetry
-from scape_jax._train_step import TrainStep, check_equal_on_workers, make_train_step, state_specs
+from scape_jax._train_step import TrainStep, make_train_step, state_specs
 from scape_jax._wire import WireBytes, collective_operand_bytes, wire_bytes
 
 __all__ = [

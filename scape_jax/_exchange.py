@@ -118,7 +118,8 @@ def clip_factor(grad_norm: jax.Array, clip_norm: Any) -> jax.Array:
 
 
 def global_norm(leaves: list[jax.Array]) -> jax.Array:
-    return jnp.sqrt(sum((jnp.sum(jnp.square(x)) for x in leaves), jnp.zeros((), jnp.float32)))
+    # Flat, so that the order of the sum, and with it the clip factor's last bit, is the same whatever the shape.
+    return jnp.sqrt(sum((jnp.sum(jnp.square(x.reshape(-1))) for x in leaves), jnp.zeros((), jnp.float32)))
 
 
 def judge(

@@ -171,11 +171,10 @@ def _scape(opts: ScapeOptions, learning_rate: Any, weight_decay: Any, weight_dec
         theta = None if lam is None else treedef.flatten_up_to(params)
 
         def emit(i, kept, u, ok):
-            change = jnp.zeros(leaves[i].shape, jnp.float32)
-            if lam is not None:
-                change = (-eta * lam[i]) * theta[i].astype(jnp.float32)
+            decay = 0.0 if lam is None else lam[i] * theta[i].astype(jnp.float32)
+            change = kept.add(jnp.broadcast_to(jnp.asarray(decay, jnp.float32), leaves[i].shape), u)
             # -0.0 is the one number that leaves every parameter bit-equal when added.
-            return jnp.where(ok, kept.add(change, -eta * u), -0.0).astype(dtypes[i])
+            return jnp.where(ok, -eta * change, -0.0).astype(dtypes[i])
 
         return _step(opts, emit, updates, state, **extra_args)
 
@@ -184,15 +183,9 @@ def _scape(opts: ScapeOptions, learning_rate: Any, weight_decay: Any, weight_dec
         eta, lam = rates(params, state)
 
         def emit(i, kept, u, ok):
-            x = theta[i]
-            wide = x.astype(jnp.float32)
-            decayed = wide if lam is None else jnp.where(ok, wide - (eta * lam[i]) * wide, wide)
-            if x.dtype == jnp.float32:
-                return kept.add(decayed, jnp.where(ok, -eta * u, -0.0))
-            # Below float32 the sum is rounded once, from the exact operands.
-            old = kept.take(wide)
-            new = old - eta * (u.reshape(-1) if lam is None else u.reshape(-1) + lam[i] * old)
-            return kept.put(decayed.astype(x.dtype), jnp.where(ok, new, old).astype(x.dtype))
+            x = theta[i].astype(jnp.float32)
+            decayed = x if lam is None else jnp.where(ok, x - (eta * lam[i]) * x, x)
+            return kept.add(decayed, jnp.where(ok, -eta * u, -0.0)).astype(theta[i].dtype)
 
         return _step(opts, emit, updates, state, **extra_args)
 

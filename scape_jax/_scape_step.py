@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.bits import bit_at, ones_mask, pack, unpack
-from pallas_kernels.compact import mask_from_indices, row_indices
+from pallas_kernels.compact import mask_from_indices, materialize, put_kept, row_indices, word_starts
 from pallas_kernels.select import select
 from scape_jax import _exchange as ex
 from scape_jax._adams import adams_rule
@@ -22,15 +22,13 @@ from scape_jax._options import ScapeOptions
 from scape_jax._worker_types import equal_on_workers
 
 MAX_AGE = 255
-# Kept entries are distinct, ascending and inside the leaf: XLA needs no clamping and no atomics.
-_AT: dict[str, Any] = {"mode": "promise_in_bounds", "unique_indices": True, "indices_are_sorted": True}
 
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
     """One leaf inside a step, as this worker holds it. prev, own and age are None for a dense leaf.
 
-    Arrays keep the shapes of the state: XLA writes into a donated buffer in place only where no reshape stands between.
+    Arrays keep the shapes of the state, so that XLA writes into the donated buffers in place.
     """
 
     layout: LeafLayout
@@ -43,27 +41,28 @@ class Leaf:
 
 @dataclasses.dataclass(frozen=True)
 class Kept:
-    """The mask of one leaf in this step: packed words (None: dense leaf) and positions (None: every entry)."""
+    """The mask of one leaf in this step: packed words (None: dense leaf), and where its entries are (None: everywhere)."""
 
     words: jax.Array | None
-    at: jax.Array | None
+    at: jax.Array | None = None  # (kept,) int32, positions in the flat leaf
+    starts: jax.Array | None = None  # (words,) int32, rank of each word's first entry among the kept ones
 
     def take(self, x: jax.Array) -> jax.Array:
         """The kept entries of x, flat."""
         x = x.reshape(-1)
-        return x if self.at is None else x.at[self.at].get(**_AT)
+        return x if self.at is None else x.at[self.at].get(mode="promise_in_bounds")
 
     def put(self, x: jax.Array, values: jax.Array) -> jax.Array:
-        """x with its kept entries replaced."""
+        """x with its kept entries replaced by `values`."""
         if self.at is None:
             return values.reshape(x.shape)
-        return x.at[jnp.unravel_index(self.at, x.shape)].set(values, **_AT)
+        return put_kept(values, self.at, self.words, self.starts, x)
 
     def add(self, x: jax.Array, values: jax.Array) -> jax.Array:
         """x with `values` added to its kept entries."""
         if self.at is None:
             return x + values.reshape(x.shape)
-        return x.at[jnp.unravel_index(self.at, x.shape)].add(values, **_AT)
+        return put_kept(values, self.at, self.words, self.starts, x, add=True)
 
 
 # (leaf number, its mask, u on the kept entries, ok) -> what the step returns for that leaf.
@@ -128,7 +127,7 @@ class ScapeStep:
 
     def _gather_if_fresh(self, codec: str, otherwise: list[jax.Array]) -> list[Kept]:
         gather = lambda: [kept.words for kept in self._gather(codec)]  # noqa: E731
-        return [Kept(words, None) for words in lax.cond(self._fresh(), gather, lambda: otherwise)]
+        return [Kept(words) for words in lax.cond(self._fresh(), gather, lambda: otherwise)]
 
     def _gather(self, codec: str) -> list[Kept]:
         """The owners' rows from all workers, for all leaves in ONE all-gather."""
@@ -146,7 +145,7 @@ class ScapeStep:
             rows = gathered[:, start : start + part.size].reshape(-1)
             start += part.size
             if codec == "bitmap":
-                masks.append(Kept(rows[: leaf.layout.mask_words], None))
+                masks.append(Kept(rows[: leaf.layout.mask_words]))
             else:
                 at = _flat_positions(rows.reshape(-1, k).astype(jnp.int32), leaf.layout, self.levels[-1])
                 masks.append(Kept(mask_from_indices(at, leaf.layout.mask_words), at))
@@ -155,19 +154,15 @@ class ScapeStep:
     def _masks_at(self, index: int, masks: list[Kept]) -> Iterator[Kept]:
         """The masks of density levels[index], with positions."""
         if index == 0:
-            return iter([Kept(ones_mask(leaf.layout.size), None) for leaf in self.sparse])
+            return iter([Kept(ones_mask(leaf.layout.size)) for leaf in self.sparse])
         if index < len(self.levels) - 1 and self.codec == "index":
             # The indices gathered for the final density hold only a part of this larger mask: send its bitmap.
             if self.opts.mask_every == 1:
                 masks = self._gather("bitmap")
             else:
                 masks = self._gather_if_fresh("bitmap", [kept.words for kept in masks])
-        return iter(
-            [
-                kept if kept.at is not None else Kept(kept.words, _positions(kept.words, leaf.layout, self.levels[index]))
-                for leaf, kept in zip(self.sparse, masks, strict=True)
-            ]
-        )
+        density = self.levels[index]
+        return iter([_located(kept, leaf.layout, density) for leaf, kept in zip(self.sparse, masks, strict=True)])
 
     # Exchange and update ------------------------------------------------------------------------------------------
 
@@ -177,7 +172,7 @@ class ScapeStep:
         masks = self._masks_at(index, masks)
         kept_of, olds, m_prevs, payload = [], [], [], []
         for leaf in self.leaves:
-            kept = next(masks) if leaf.layout.sparse else Kept(None, None)
+            kept = next(masks) if leaf.layout.sparse else Kept(None)
             g, old = kept.take(leaf.g), kept.take(leaf.h)
             m_prev = old
             if leaf.layout.sparse:
@@ -211,8 +206,11 @@ class ScapeStep:
             m, u = adams_rule(
                 in_m, m_prev, step, b1=b1, b2=opts.b2, eps=opts.eps, bias_correction=opts.bias_correction, g_in_v=in_v
             )
+            m = jnp.where(write, m, old)
+            if kept.at is not None:
+                m, u = materialize((m, u))
             emitted.append(emit(i, kept, u, write))
-            hs.append(_new_buffer(leaf, kept, jnp.where(write, m, old), write, b1))
+            hs.append(_new_buffer(leaf, kept, m, write, b1))
             ages.append(_new_age(leaf, kept, write))
         words = [
             None if kept.words is None else jnp.where(ok, kept.words, leaf.prev)
@@ -247,9 +245,12 @@ def _flat_positions(columns: jax.Array, layout: LeafLayout, density: float) -> j
     return (columns[: layout.rows] + start).reshape(-1)[: layout.kept(density)[2]]
 
 
-def _positions(words: jax.Array, layout: LeafLayout, density: float) -> jax.Array:
-    words = jnp.pad(words, (0, layout.rows * layout.row_words - layout.mask_words))
-    return _flat_positions(row_indices(words.reshape(layout.rows, -1), layout.kept(density)[0]), layout, density)
+def _located(kept: Kept, layout: LeafLayout, density: float) -> Kept:
+    """The mask with its positions and ranks."""
+    words = jnp.pad(kept.words, (0, layout.rows * layout.row_words - layout.mask_words)).reshape(layout.rows, -1)
+    k = layout.kept(density)[0]
+    at = kept.at if kept.at is not None else _flat_positions(row_indices(words, k), layout, density)
+    return Kept(kept.words, at, word_starts(words, k).reshape(-1)[: layout.mask_words])
 
 
 def _semi_updated(h: jax.Array, g: jax.Array, prev: jax.Array, b1: Any) -> jax.Array:

@@ -16,7 +16,9 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from scape_jax import _exchange as ex
+from scape_jax._checks import check_whole_number
 from scape_jax._layout import path_name
+from scape_jax._preflight import check_equal_on_workers, check_exchange
 from scape_jax._telemetry import telemetry
 from scape_jax._wire import (
     WireBytes,
@@ -25,6 +27,7 @@ from scape_jax._wire import (
     ring_all_reduce_bytes,
     wire_bytes,
 )
+from scape_jax._worker_types import axes_of
 
 
 def state_specs(opt_state: Any, axis_name: ex.AxisName = "data") -> Any:
@@ -51,53 +54,18 @@ def state_specs(opt_state: Any, axis_name: ex.AxisName = "data") -> Any:
     return jax.tree.map(specs, opt_state, is_leaf=per_worker)
 
 
-def check_equal_on_workers(params: Any, mesh: Mesh, axis_name: ex.AxisName = "data") -> None:
-    """All workers must hold the same parameters, bit for bit. Communicates 4 bytes per leaf and worker.
-
-    Raises:
-      ValueError: names the first leaf that differs and the workers that differ from worker 0.
-    """
-    flat, _ = jax.tree_util.tree_flatten_with_path(params)
-
-    def digest(leaves):
-        def one(x):
-            if x.size == 0:
-                return jnp.zeros((), jnp.uint32)
-            width = x.dtype.itemsize
-            bits = lax.bitcast_convert_type(x, {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}[width])
-            bits = bits.reshape(-1).astype(jnp.uint32)
-            # The odd weights make a swap of two entries visible.
-            weight = jnp.arange(bits.size, dtype=jnp.uint32) * jnp.uint32(2654435761) | jnp.uint32(1)
-            return jnp.sum(bits * weight, dtype=jnp.uint32)
-
-        return ex.all_gather(jnp.stack([one(x) for x in leaves]), axis_name, ex.axis_size(axis_name))
-
-    fn = jax.shard_map(
-        digest, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False
-    )
-    digests = np.asarray(jax.jit(fn)([jnp.asarray(x) for _, x in flat])) if flat else np.zeros((1, 0))
-    differs = digests != digests[:1]
-    if differs.any():
-        leaf = int(np.argmax(differs.any(axis=0)))
-        workers = np.nonzero(differs[:, leaf])[0].tolist()
-        raise ValueError(
-            f"all workers must start from the same parameters, but {path_name(flat[leaf][0])!r} of worker(s) {workers} "
-            "differs from worker 0's. Initialise from one seed, or broadcast worker 0's parameters."
-        )
-
-
 class TrainStep:
     """One training step on all workers; made by `make_train_step`."""
 
     def __init__(self, loss_fn, tx, mesh, axis_name, accumulate, with_telemetry):
-        names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+        names = axes_of(axis_name)
         missing = [n for n in names if n not in mesh.axis_names]
-        if missing:
+        if missing or not names:
             raise ValueError(
-                f"axis_name must name axes of the mesh, got {missing[0]!r}; the mesh has {tuple(mesh.axis_names)}."
+                f"axis_name must name the workers' axis of the mesh, got {(missing or [axis_name])[0]!r}; the "
+                f"mesh has {tuple(mesh.axis_names)}. Use one of these; one worker is an axis of size 1."
             )
-        if not isinstance(accumulate, int) or accumulate < 1:
-            raise ValueError(f"accumulate must be a whole number >= 1, got {accumulate!r}.")
+        check_whole_number("accumulate", accumulate, 1, "1 is no accumulation.")
         self.mesh, self.axis_name = mesh, axis_name
         self.num_workers = int(np.prod([mesh.shape[n] for n in names]))
         self.accumulate = accumulate
@@ -135,9 +103,10 @@ class TrainStep:
         replicated = NamedSharding(self.mesh, PartitionSpec())
 
         def put(x):
-            if isinstance(x, jax.Array) and x.sharding == replicated:
+            if isinstance(x, jax.Array) and x.sharding == replicated and not x.weak_type:
                 return x
-            return jax.device_put(jnp.asarray(x), replicated)
+            # The step returns strong types: a weak one at the start would compile it twice.
+            return jax.device_put(jnp.asarray(x, jnp.result_type(x)), replicated)
 
         return jax.tree.map(put, params)
 
@@ -218,9 +187,12 @@ class TrainStep:
                 "tx must exchange gradients between workers, got a transformation that does not. Use scape_jax.scape, "
                 "adams, adamw or topk, or chain scape_jax.all_reduce_gradients(axis_name) before it."
             )
-        self._specs = state_specs(local, self.axis_name)
-        self._params_like = like
-        self._state_like = jax.eval_shape(self._mapped(self.tx.init, PartitionSpec(), self._specs), like)
+        specs = state_specs(local, self.axis_name)
+        state_like = jax.eval_shape(self._mapped(self.tx.init, PartitionSpec(), specs), like)
+        final = getattr(self.tx, "final_level", 0)
+        update = functools.partial(self._tx_update, **({"level": final} if final else {}))
+        check_exchange(update, like, state_like, specs, self.mesh, self.axis_name)
+        self._specs, self._params_like, self._state_like = specs, like, state_like
 
     def _check_batch(self, batch: Any) -> None:
         parts = self.num_workers * self.accumulate

@@ -1,5 +1,12 @@
-"""From a bit mask with a fixed number of set bits per row to the list of its entries."""
+"""From a bit mask with a fixed number of set bits per row to the list of its entries, and back."""
 
-from pallas_kernels.compact.reference import cumsum_rows, mask_from_indices, row_indices
+from pallas_kernels.compact.reference import (
+    cumsum_rows,
+    mask_from_indices,
+    materialize,
+    put_kept,
+    row_indices,
+    word_starts,
+)
 
-__all__ = ["cumsum_rows", "mask_from_indices", "row_indices"]
+__all__ = ["cumsum_rows", "mask_from_indices", "materialize", "put_kept", "row_indices", "word_starts"]

@@ -5,6 +5,8 @@ halvings find the bit inside the word. `optimization_barrier` keeps XLA from fus
 would compute the prefix anew for every gathered element.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -69,15 +71,86 @@ def row_indices(words: jax.Array, k: int) -> jax.Array:
         tuple(a.reshape(-1).at[flat].get(mode="promise_in_bounds") for a in (starts, words))
     )
     rank = (jnp.arange(k, dtype=jnp.int32)[None, :] - start).astype(jnp.uint32)
-    position = jnp.zeros_like(rank)
-    for half in (16, 8, 4, 2, 1):
-        low = word & jnp.uint32((1 << half) - 1)
+
+    def halve(i, state):
+        word, rank, position = state
+        half = jnp.uint32(16) >> i.astype(jnp.uint32)
+        low = word & ((jnp.uint32(1) << half) - 1)
         below = lax.population_count(low)
         upper = rank >= below
-        rank = jnp.where(upper, rank - below, rank)
-        word = jnp.where(upper, word >> half, low)
-        position = jnp.where(upper, position + half, position)
+        return (
+            jnp.where(upper, word >> half, low),
+            jnp.where(upper, rank - below, rank),
+            jnp.where(upper, position + half, position),
+        )
+
+    # A loop, because its result is stored: straight code would be fused into, and computed anew by, each of the
+    # gathers and scatters that use the positions.
+    _, _, position = lax.fori_loop(0, 5, halve, (word, rank, jnp.zeros_like(rank)))
     return word_id * 32 + position.astype(jnp.int32)
+
+
+def word_starts(words: jax.Array, k: int) -> jax.Array:
+    """Rank of the first entry of each word among all kept entries, when every row but the last keeps k.
+
+    Args:
+      words: uint32 (R, n_words), the packed rows.
+      k: set bits of a row.
+
+    Returns:
+      int32 (R, n_words).
+    """
+    num_rows, num_words = words.shape
+    padded = jnp.pad(words, ((0, 0), (0, _round_up(num_words) - num_words)))
+    counts = lax.population_count(padded).astype(jnp.float32 if num_words * 32 < _MAX_EXACT else jnp.int32)
+    before = (cumsum_rows(counts) - counts)[:, :num_words].astype(jnp.int32)
+    return before + jnp.arange(num_rows, dtype=jnp.int32)[:, None] * k
+
+
+def materialize(tree: Any) -> Any:
+    """The same arrays, computed once.
+
+    XLA's CPU backend fuses a producer into a gather of its result and then computes it for every gathered element; it
+    drops optimization_barrier before that. A branch that is always taken, which XLA cannot know, is kept.
+    """
+    first = jnp.ravel(jax.tree.leaves(tree)[0])[0]
+    zeros = lambda x: jax.tree.map(jnp.zeros_like, x)  # noqa: E731
+    return lax.platform_dependent(
+        tree, cpu=lambda x: lax.cond(0 * first == 0, lambda y: y, zeros, x), default=lax.optimization_barrier
+    )
+
+
+def put_kept(
+    values: jax.Array, at: jax.Array, words: jax.Array, starts: jax.Array, otherwise: jax.Array, add: bool = False
+) -> jax.Array:
+    """`otherwise` with its kept entries replaced by `values`, or with `values` added to them.
+
+    Two ways with one result. Few entries are scattered into the buffer. Where more than one in 32 is kept, each entry
+    fetches its value instead, by its rank starts[i / 32] + popcount of the bits below it in its word: an elementwise
+    pass that XLA fuses with what makes `otherwise` and with what uses the result.
+
+    Args:
+      values: (K,) in the order of the set bits.
+      at: int32 (K,), flat positions, ascending.
+      words: uint32 (n_words,), packed mask with K set bits.
+      starts: int32 (n_words,), from `word_starts`.
+      otherwise: any shape of at most 32 * n_words entries.
+
+    Returns:
+      Like `otherwise`.
+    """
+    if values.size * 32 <= otherwise.size:
+        # N-dimensional positions: XLA scatters into a donated buffer in place only where no reshape stands between.
+        place = otherwise.at[jnp.unravel_index(at, otherwise.shape)]
+        write = place.add if add else place.set
+        return write(values, mode="promise_in_bounds", unique_indices=True, indices_are_sorted=True)
+    lane = jnp.arange(32, dtype=jnp.uint32)[None, :]
+    below = words[:, None] & ((jnp.uint32(1) << lane) - 1)
+    rank = starts[:, None] + lax.population_count(below).astype(jnp.int32)
+    kept = ((words[:, None] >> lane) & 1) > 0
+    shaped = lambda x: x.reshape(-1)[: otherwise.size].reshape(otherwise.shape)  # noqa: E731
+    fetched = values.at[shaped(rank)].get(mode="clip")
+    return jnp.where(shaped(kept), otherwise + fetched if add else fetched, otherwise)
 
 
 def mask_from_indices(index: jax.Array, num_words: int) -> jax.Array:
