@@ -118,7 +118,7 @@ def clip_factor(grad_norm: jax.Array, clip_norm: Any) -> jax.Array:
 
 
 def global_norm(leaves: list[jax.Array]) -> jax.Array:
-    # Flat, so that the order of the sum, and with it the clip factor's last bit, is the same whatever the shape.
+    # Flat, so that the order of the sum, and the last bit of the clip factor, is the same for any shape.
     return jnp.sqrt(sum((jnp.sum(jnp.square(x.reshape(-1))) for x in leaves), jnp.zeros((), jnp.float32)))
 
 
