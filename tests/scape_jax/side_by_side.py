@@ -61,6 +61,12 @@ def make_step(tx: Any, num_workers: int, accumulate: int = 1) -> scape_jax.Train
     return scape_jax.make_train_step(linear_loss, tx, make_mesh(num_workers), accumulate=accumulate)
 
 
+def one_program(tx: Any) -> Any:
+    """Keeps the program that chooses the density by the step count, instead of compiling a second one."""
+    tx.final_level = 0
+    return tx
+
+
 def on_host(tree: Any) -> Any:
     """A copy that donation cannot invalidate."""
     return jax.tree.map(lambda x: np.array(x), tree)
