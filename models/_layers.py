@@ -8,6 +8,7 @@ a head, N flattened batch and length, V vocabulary.
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -97,12 +98,19 @@ def rotate(x_BxLxHxE: Array, rotary: Rotary) -> Array:
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BxLxHxE.dtype)
 
 
-def attention_implementation(config: Config) -> str:
+def attention_implementation(config: Config) -> Literal["xla", "cudnn"]:
     """What None stands for: cuDNN where it can run, XLA elsewhere. A named one is kept: it runs or raises."""
     if config.attention is not None:
         return config.attention
+    # cuDNN's flash attention: bfloat16, head sizes up to 128 in steps of 8, Ampere or later.
     fits = config.dtype == "bfloat16" and config.head_size % 8 == 0 and config.head_size <= 128
-    return "cudnn" if fits and jax.default_backend() == "gpu" else "xla"
+    return "cudnn" if fits and jax.default_backend() == "gpu" and _gpu_generation() >= 8 else "xla"
+
+
+def _gpu_generation() -> int:
+    """Major compute capability of an NVIDIA GPU, 0 for other makers."""
+    major = str(getattr(jax.devices()[0], "compute_capability", "")).split(".")[0]
+    return int(major) if major.isdigit() else 0
 
 
 class Linear(nnx.Module):

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import models
+from models._layers import attention_implementation, rotary_tables
 from tests.helpers import TOLERANCES, assert_bit_equal, assert_close, make_mesh
 from tests.models.random_models import random_params, random_tokens
 
@@ -65,8 +67,6 @@ def test_scan_equals_a_loop_over_layers(family):
     if family == "gpt":
         x = x + model.positions.embedding[...][None, : tokens.shape[1]]
     else:
-        from models._layers import rotary_tables
-
         rotary = rotary_tables(config, tokens.shape[1])
     graphdef, stacked = nnx.split(model.layers)
     for i in range(3):
@@ -290,3 +290,30 @@ def test_named_attention_is_used_or_raises():
     )
     with pytest.raises(Exception, match=r"(?i)cudnn|gpu|cuda"):
         models.apply(dataclasses.replace(config, attention="cudnn"), random_params(config), tokens)
+
+
+@pytest.mark.parametrize(
+    ("backend", "capability", "change", "want"),
+    [
+        ("gpu", "9.0", {}, "cudnn"),
+        ("gpu", "8.0", {}, "cudnn"),
+        ("gpu", "7.5", {}, "xla"),
+        ("gpu", "gfx942", {}, "xla"),
+        ("cpu", None, {}, "xla"),
+        ("gpu", "9.0", {"dtype": "float32"}, "xla"),
+        ("gpu", "9.0", {"head_dim": 12}, "xla"),
+        ("gpu", "9.0", {"head_dim": 256}, "xla"),
+        ("gpu", "9.0", {"attention": "xla"}, "xla"),
+        ("cpu", None, {"attention": "cudnn"}, "cudnn"),
+    ],
+)
+def test_default_attention_is_cudnn_where_it_can_run(monkeypatch, backend, capability, change, want):
+    device = (
+        types.SimpleNamespace()
+        if capability is None
+        else types.SimpleNamespace(compute_capability=capability)
+    )
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+    config = dataclasses.replace(models.preset("llama500m"), **change)
+    assert attention_implementation(config) == want
