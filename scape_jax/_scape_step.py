@@ -13,7 +13,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.bits import bit_at, ones_mask, pack, unpack
-from pallas_kernels.compact import mask_from_indices, materialize, put_kept, row_indices, word_starts
+from pallas_kernels.compact import (
+    is_computed,
+    mask_from_indices,
+    materialize,
+    put_kept,
+    row_indices,
+    word_starts,
+)
 from pallas_kernels.select import select
 from scape_jax import _exchange as ex
 from scape_jax._adams import adams_rule
@@ -34,18 +41,18 @@ class Leaf:
     layout: LeafLayout
     g: jax.Array  # (*shape) float32, the worker's gradient
     h: jax.Array  # (1, *shape) float32
-    prev: jax.Array | None  # packed M_{t-2}: where h holds m
-    own: jax.Array | None  # (1, words), packed rows of M_{t-1} that this worker selected
-    age: jax.Array | None  # (*shape) uint8
+    prev: Any  # packed M_{t-2}: where h holds m
+    own: Any  # (1, words), packed rows of M_{t-1} that this worker selected
+    age: Any  # (*shape) uint8
 
 
 @dataclasses.dataclass(frozen=True)
 class Kept:
     """The mask of one leaf in this step: packed words (None: dense leaf), and where its entries are (None: everywhere)."""
 
-    words: jax.Array | None
-    at: jax.Array | None = None  # (kept,) int32, positions in the flat leaf
-    starts: jax.Array | None = None  # (words,) int32, rank of each word's first entry among the kept ones
+    words: Any
+    at: Any = None  # (kept,) int32, positions in the flat leaf
+    starts: Any = None  # (words,) int32, rank of each word's first entry among the kept ones
 
     def take(self, x: jax.Array) -> jax.Array:
         """The kept entries of x, flat."""
@@ -104,7 +111,10 @@ class ScapeStep:
             emitted, h, words, age, stats, ok = lax.switch(self._level_after(0), branches)
         else:
             emitted, h, words, age, stats, ok = at_level(len(self.levels) - 1 if level is None else level)()
-        own = [None if new is None else jnp.where(ok, new, leaf.own) for leaf, new in zip(self.leaves, selected, strict=True)]
+        own = [
+            None if new is None else jnp.where(ok, new, leaf.own)
+            for leaf, new in zip(self.leaves, selected, strict=True)
+        ]
         return StepResult(emitted, h, words, own, age, stats, ok)
 
     # The mask in use ----------------------------------------------------------------------------------------------
@@ -136,7 +146,9 @@ class ScapeStep:
             parts = [leaf.own.reshape(-1) for leaf in self.sparse]
         else:
             parts = [
-                row_indices(leaf.own.reshape(-1, leaf.layout.row_words), k).astype(self.index_dtype).reshape(-1)
+                row_indices(leaf.own.reshape(-1, leaf.layout.row_words), k)
+                .astype(self.index_dtype)
+                .reshape(-1)
                 for leaf, k in zip(self.sparse, keep, strict=True)
             ]
         gathered = ex.all_gather(jnp.concatenate(parts), self.opts.axis_name, self.num_workers)
@@ -162,7 +174,9 @@ class ScapeStep:
             else:
                 masks = self._gather_if_fresh("bitmap", [kept.words for kept in masks])
         density = self.levels[index]
-        return iter([_located(kept, leaf.layout, density) for leaf, kept in zip(self.sparse, masks, strict=True)])
+        return iter(
+            [_located(kept, leaf.layout, density) for leaf, kept in zip(self.sparse, masks, strict=True)]
+        )
 
     # Exchange and update ------------------------------------------------------------------------------------------
 
@@ -204,7 +218,14 @@ class ScapeStep:
                 in_v = clipped / tau**opts.staleness_power
             in_m = ghat if opts.clip_order == "paper" else clipped
             m, u = adams_rule(
-                in_m, m_prev, step, b1=b1, b2=opts.b2, eps=opts.eps, bias_correction=opts.bias_correction, g_in_v=in_v
+                in_m,
+                m_prev,
+                step,
+                b1=b1,
+                b2=opts.b2,
+                eps=opts.eps,
+                bias_correction=opts.bias_correction,
+                g_in_v=in_v,
             )
             m = jnp.where(write, m, old)
             if kept.at is not None:
@@ -229,7 +250,10 @@ class ScapeStep:
         keeps = keeps[:, self._level_after(1)]
 
         def select_all():
-            return [_refresh(leaf, self.opts.b1, k, worker)[None] for leaf, k in zip(self.sparse, keeps, strict=True)]
+            return [
+                _refresh(leaf, self.opts.b1, k, worker)[None]
+                for leaf, k in zip(self.sparse, keeps, strict=True)
+            ]
 
         if self.opts.mask_every > 1:
             old = [leaf.own for leaf in self.sparse]
@@ -247,7 +271,9 @@ def _flat_positions(columns: jax.Array, layout: LeafLayout, density: float) -> j
 
 def _located(kept: Kept, layout: LeafLayout, density: float) -> Kept:
     """The mask with its positions and ranks."""
-    words = jnp.pad(kept.words, (0, layout.rows * layout.row_words - layout.mask_words)).reshape(layout.rows, -1)
+    words = jnp.pad(kept.words, (0, layout.rows * layout.row_words - layout.mask_words)).reshape(
+        layout.rows, -1
+    )
     k = layout.kept(density)[0]
     at = kept.at if kept.at is not None else _flat_positions(row_indices(words, k), layout, density)
     return Kept(kept.words, at, word_starts(words, k).reshape(-1)[: layout.mask_words])
@@ -263,9 +289,9 @@ def _after(ok: jax.Array, *values: jax.Array) -> jax.Array:
     """`ok`, but a consumer of it runs after `values` are computed.
 
     Without such a data dependency XLA copies a buffer that others read before it is overwritten in place; its CPU
-    backend drops optimization_barrier before that decision. 0 * x == 0 is what XLA cannot fold: x may be NaN.
+    backend drops optimization_barrier before that decision.
     """
-    return ok & jnp.stack([(0.0 * jnp.ravel(x)[0].astype(jnp.float32) == 0) | ~ok for x in values]).all()
+    return ok & jnp.stack([is_computed(x) for x in values]).all()
 
 
 def _new_buffer(leaf: Leaf, kept: Kept, m: jax.Array, ok: jax.Array, b1: Any) -> jax.Array:
@@ -294,7 +320,9 @@ def _refresh(leaf: Leaf, b1: Any, keeps: jax.Array, worker: jax.Array) -> jax.Ar
         x = jnp.pad(x, (0, n - x.shape[0])) if x.shape[0] < n else x
         return lax.dynamic_slice(x, (worker * (owned // unit),), (owned // unit,))
 
-    score = _semi_updated(part(leaf.h, 1), part(leaf.g, 1), part(leaf.prev, 32), b1).reshape(lay.owned_rows, lay.row)
+    score = _semi_updated(part(leaf.h, 1), part(leaf.g, 1), part(leaf.prev, 32), b1).reshape(
+        lay.owned_rows, lay.row
+    )
     row = worker * lay.owned_rows + jnp.arange(lay.owned_rows, dtype=jnp.int32)
     k = jnp.where(row < lay.rows - 1, keeps[0], jnp.where(row == lay.rows - 1, keeps[1], 0))
     valid = None

@@ -2,6 +2,7 @@
 
 from pallas_kernels.compact.reference import (
     cumsum_rows,
+    is_computed,
     mask_from_indices,
     materialize,
     put_kept,
@@ -9,4 +10,12 @@ from pallas_kernels.compact.reference import (
     word_starts,
 )
 
-__all__ = ["cumsum_rows", "mask_from_indices", "materialize", "put_kept", "row_indices", "word_starts"]
+__all__ = [
+    "cumsum_rows",
+    "is_computed",
+    "mask_from_indices",
+    "materialize",
+    "put_kept",
+    "row_indices",
+    "word_starts",
+]

@@ -113,15 +113,29 @@ def materialize(tree: Any) -> Any:
     XLA's CPU backend fuses a producer into a gather of its result and then computes it for every gathered element; it
     drops optimization_barrier before that. A branch that is always taken, which XLA cannot know, is kept.
     """
-    first = jnp.ravel(jax.tree.leaves(tree)[0])[0]
     zeros = lambda x: jax.tree.map(jnp.zeros_like, x)  # noqa: E731
+    known = is_computed(jax.tree.leaves(tree)[0])
     return lax.platform_dependent(
-        tree, cpu=lambda x: lax.cond(0 * first == 0, lambda y: y, zeros, x), default=lax.optimization_barrier
+        tree,
+        cpu=lambda x: lax.cond(known, lambda y: y, zeros, x),
+        # Leaf by leaf: under check_vma one barrier makes all its results varying where one operand is.
+        default=lambda x: jax.tree.map(lax.optimization_barrier, x),
     )
 
 
+def is_computed(x: jax.Array) -> jax.Array:
+    """True, whatever `x` holds, but only once x is computed; XLA does not see through it. bool ()."""
+    first = jnp.ravel(x)[0].astype(jnp.float32)
+    return (first == first) | (first != first)
+
+
 def put_kept(
-    values: jax.Array, at: jax.Array, words: jax.Array, starts: jax.Array, otherwise: jax.Array, add: bool = False
+    values: jax.Array,
+    at: jax.Array,
+    words: jax.Array,
+    starts: jax.Array,
+    otherwise: jax.Array,
+    add: bool = False,
 ) -> jax.Array:
     """`otherwise` with its kept entries replaced by `values`, or with `values` added to them.
 
