@@ -1,8 +1,10 @@
-"""AdamS: Adam whose second moment is rebuilt from the first one. Source: arXiv 2505.16363; SCAPE's Algorithm 1, lines of v and u.
+"""AdamS: Adam whose second moment is rebuilt from the first one.
 
-    m_t = b1 m_{t-1} + (1 - b1) g_t
-    v_t = b2 m_{t-1}^2 + (1 - b2) g_t^2
-    u_t = m_t / (sqrt(v_t) + eps)
+Source: arXiv 2505.16363; SCAPE (arXiv 2607.01678), Algorithm 1, the lines of v and u.
+
+m_t = b1 m_{t-1} + (1 - b1) g_t
+v_t = b2 m_{t-1}^2 + (1 - b2) g_t^2
+u_t = m_t / (sqrt(v_t) + eps)
 """
 
 from typing import Any, Literal, NamedTuple
@@ -25,7 +27,7 @@ class ScaleByAdamSState(NamedTuple):
       m: like the parameters, float32, first moment.
     """
 
-    count: jax.Array
+    count: jax.Array  # type: ignore[assignment]  # a tuple's method of that name is not needed
     m: optax.Updates
 
 
@@ -105,9 +107,7 @@ def scale_by_adams(
         leaves, treedef = jax.tree.flatten(updates)
         step = (state.count + 1).astype(jnp.float32)
         out = [
-            adams_rule(
-                g.astype(jnp.float32), m, step, b1=b1, b2=b2, eps=eps, bias_correction=bias_correction
-            )
+            adams_rule(g.astype(jnp.float32), m, step, b1=b1, b2=b2, eps=eps, bias_correction=bias_correction)
             for g, m in zip(leaves, treedef.flatten_up_to(state.m), strict=True)
         ]
         dtypes = output_dtypes(leaves, treedef, params)

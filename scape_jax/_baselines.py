@@ -26,7 +26,7 @@ from scape_jax._checks import (
     check_payload_dtype,
     check_whole_number,
 )
-from scape_jax._layout import keep_of, leaf_layouts
+from scape_jax._layout import check_real, keep_of, leaf_layouts, path_name
 from scape_jax._wire import wire_bytes
 
 
@@ -40,8 +40,8 @@ class TopKState(NamedTuple):
     """State of `topk_gradients`.
 
     Attributes:
-      residual: like the parameters with a leading worker axis, float32 (W, *shape): gradient mass not yet sent; None for
-        a dense leaf.
+      residual: like the parameters with a leading worker axis, float32 (W, *shape): gradient not yet sent; None for a dense
+        leaf.
       stats: what the last exchange told.
     """
 
@@ -81,7 +81,8 @@ def all_reduce_gradients(
     check_payload_dtype(payload_dtype)
 
     def init(params):
-        del params
+        for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
+            check_real(path_name(path), leaf)
         return AllReduceState(ex.init_stats())
 
     def update(updates, state, params=None, *, value=None, nonfinite=None, **extra_args):
@@ -94,7 +95,9 @@ def all_reduce_gradients(
         means, bad, loss = ex.all_reduce_mean(grads, nonfinite, value, axis_name, num_workers, payload_dtype)
         means, stats, _ = _clipped(means, bad, loss, state.stats, clip_norm, skip_nonfinite)
         dtypes = output_dtypes(leaves, treedef, params)
-        return treedef.unflatten([g.astype(t) for g, t in zip(means, dtypes, strict=True)]), AllReduceState(stats)
+        return treedef.unflatten([g.astype(t) for g, t in zip(means, dtypes, strict=True)]), AllReduceState(
+            stats
+        )
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -113,7 +116,7 @@ def topk_gradients(
     skip_nonfinite: bool = True,
     block_size: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Averages the workers' top-k gradients: each sends the largest entries of its own gradient plus residual, per leaf.
+    """Averages the workers' top-k gradients: each sends its largest entries of gradient plus residual, per leaf.
 
     The masks differ between workers, so values travel with their positions in an all-gather, and the union grows with W
     (fill-in). Communicated per worker and step: (W-1) * 8 * d * P bytes, plus the dense leaves as in SCAPE.
@@ -133,7 +136,12 @@ def topk_gradients(
     check_density(density)
     check_whole_number("block_size", block_size, 1, "Typical: 4096.")
     check_clip_norm(clip_norm)
-    layout_arguments = {"density": density, "block_size": block_size, "selection": "block", "dense": None}
+    layout_arguments: dict[str, Any] = {
+        "density": density,
+        "block_size": block_size,
+        "selection": "block",
+        "dense": None,
+    }
 
     def init(params):
         layouts, treedef = leaf_layouts(params, num_workers=1, **layout_arguments)
@@ -168,7 +176,9 @@ def topk_gradients(
 
         total, at = iter(total), iter(at)
         new_residual = [
-            jnp.where(ok, next(total).at[next(at)].set(0.0), e.reshape(-1)).reshape(e.shape) if lay.sparse else None
+            jnp.where(ok, next(total).at[next(at)].set(0.0), e.reshape(-1)).reshape(e.shape)
+            if lay.sparse
+            else None
             for lay, e in zip(layouts, residual, strict=True)
         ]
         dtypes = output_dtypes(leaves, treedef, params)
@@ -279,7 +289,7 @@ def topk(
     block_size: int | None = None,
     skip_nonfinite: bool = True,
 ) -> optax.GradientTransformationExtraArgs:
-    """Per-leaf top-k of the raw gradient with error feedback, under AdamW or AdamS: the method SCAPE is measured against.
+    """Per-leaf top-k of the raw gradient with error feedback, under AdamW or AdamS: what SCAPE is measured against.
 
     See `topk_gradients` for what is communicated. State: 4 bytes per parameter and worker beside the optimizer's.
 
@@ -299,4 +309,6 @@ def topk(
     else:
         inner = scale_by_adams(b1, b2, eps, bias_correction)
     wire = functools.partial(wire_bytes, method="topk", density=density, block_size=block_size)
-    return make_optimizer(optax.chain(exchange, inner), learning_rate, weight_decay, weight_decay_mask, wire=wire)
+    return make_optimizer(
+        optax.chain(exchange, inner), learning_rate, weight_decay, weight_decay_mask, wire=wire
+    )

@@ -55,7 +55,9 @@ def check_payload_dtype(dtype: Any) -> None:
     except TypeError:
         given = dtype
     if given not in PAYLOAD_DTYPES:
-        raise ValueError(f"payload_dtype must be jnp.float32 or jnp.bfloat16, got {given!r}. Use one of these.")
+        raise ValueError(
+            f"payload_dtype must be jnp.float32 or jnp.bfloat16, got {given!r}. Use one of these."
+        )
 
 
 def check_one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:

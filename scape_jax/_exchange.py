@@ -81,12 +81,19 @@ def any_nonfinite(leaves: list[jax.Array]) -> jax.Array:
 
     0 * x is 0 for finite x and NaN else; the sum of it is the fastest such reduction on CPU and GPU alike.
     """
-    total = sum((jnp.sum(jnp.zeros((), x.dtype) * x, dtype=jnp.float32) for x in leaves), jnp.zeros((), jnp.float32))
+    total = sum(
+        (jnp.sum(jnp.zeros((), x.dtype) * x, dtype=jnp.float32) for x in leaves), jnp.zeros((), jnp.float32)
+    )
     return jnp.where(total == 0, 0.0, 1.0).astype(jnp.float32)
 
 
 def all_reduce_mean(
-    payload: list[jax.Array], nonfinite: jax.Array, loss: jax.Array, axis_name: AxisName, num_workers: int, dtype: Any
+    payload: list[jax.Array],
+    nonfinite: jax.Array,
+    loss: jax.Array,
+    axis_name: AxisName,
+    num_workers: int,
+    dtype: Any,
 ) -> tuple[list[jax.Array], jax.Array, jax.Array]:
     """ONE psum: the mean over workers of each payload array (float32), how many workers were non-finite, mean loss.
 
@@ -123,7 +130,12 @@ def global_norm(leaves: list[jax.Array]) -> jax.Array:
 
 
 def judge(
-    means: list[jax.Array], bad: jax.Array, loss: jax.Array, old: StepStats, clip_norm: Any, skip_nonfinite: bool
+    means: list[jax.Array],
+    bad: jax.Array,
+    loss: jax.Array,
+    old: StepStats,
+    clip_norm: Any,
+    skip_nonfinite: bool,
 ) -> tuple[StepStats, jax.Array]:
     """What the averaged gradient decides on every worker alike: the clip factor, and whether the step is taken."""
     norm = global_norm(means)
@@ -162,5 +174,8 @@ def keep_if(ok: jax.Array, new_state: Any, old_state: Any) -> Any:
     """`new_state` where ok, else `old_state`; states that exchange gradients have done so by themselves."""
     is_comm = lambda x: isinstance(getattr(x, "stats", None), StepStats)  # noqa: E731
     return jax.tree.map(
-        lambda new, old: new if is_comm(new) else jnp.where(ok, new, old), new_state, old_state, is_leaf=is_comm
+        lambda new, old: new if is_comm(new) else jnp.where(ok, new, old),
+        new_state,
+        old_state,
+        is_leaf=is_comm,
     )

@@ -73,6 +73,16 @@ class LeafLayout:
         return k, last, (self.rows - 1) * k + last
 
 
+def check_real(name: str, leaf: Any) -> None:
+    """Raises TypeError unless `leaf` is a real floating-point array; `name` is its path."""
+    dtype = jnp.result_type(leaf)
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(
+            f"every parameter must be a real floating-point array, got {name!r} of dtype {dtype}. "
+            "Leave it out with optax.masked or optax.partition."
+        )
+
+
 def leaf_layouts(
     tree: Any,
     *,
@@ -94,12 +104,7 @@ def leaf_layouts(
     layouts = []
     for path, leaf in flat:
         name = path_name(path)
-        dtype = jnp.result_type(leaf)
-        if not jnp.issubdtype(dtype, jnp.floating):
-            raise TypeError(
-                f"every parameter must be a real floating-point array, got {name!r} of dtype {dtype}. "
-                "Leave it out with optax.masked or optax.partition."
-            )
+        check_real(name, leaf)
         shape = tuple(jnp.shape(leaf))
         size = int(np.prod(shape, dtype=np.int64))
         sparse = (
@@ -111,7 +116,7 @@ def leaf_layouts(
         )
         row = block_size
         if selection == "leaf":
-            row = -(-(-(-size // num_workers)) // 32) * 32
+            row = (-(-size // num_workers) + 31) // 32 * 32
         layouts.append(LeafLayout(name, shape, sparse, row if sparse else 0, num_workers))
     return layouts, treedef
 

@@ -58,9 +58,13 @@ class ScapeOptions:
         if self.block_size % 32:
             raise ValueError(f"block_size must be a multiple of 32, got {self.block_size}. Typical: 4096.")
         check.check_whole_number("mask_every", self.mask_every, 1, "Use 1 for a new mask in every step.")
-        check.check_whole_number("density_warmup_steps", self.density_warmup_steps, 0, "0 switches the warm-up off.")
+        check.check_whole_number(
+            "density_warmup_steps", self.density_warmup_steps, 0, "0 switches the warm-up off."
+        )
         if self.density_warmup_steps >= 1 << 24:
-            raise ValueError(f"density_warmup_steps must be below 2**24, got {self.density_warmup_steps}. Use fewer.")
+            raise ValueError(
+                f"density_warmup_steps must be below 2**24, got {self.density_warmup_steps}. Use fewer."
+            )
         check.check_static_number("staleness_power", self.staleness_power)
         check.check_number(
             "staleness_power", self.staleness_power, "in [0, 4]", lambda p: 0 <= p <= 4, "0 switches it off."

@@ -28,7 +28,9 @@ def check_equal_on_workers(params: Any, mesh: Mesh, axis_name: ex.AxisName = "da
             if x.size == 0:
                 return jnp.zeros((), jnp.uint32)
             width = x.dtype.itemsize
-            bits = lax.bitcast_convert_type(x, {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}[width])
+            bits = lax.bitcast_convert_type(
+                x, {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}[width]
+            )
             bits = bits.reshape(-1).astype(jnp.uint32)
             # The odd weights make a swap of two entries visible.
             weight = jnp.arange(bits.size, dtype=jnp.uint32) * jnp.uint32(2654435761) | jnp.uint32(1)
@@ -48,6 +50,18 @@ def check_equal_on_workers(params: Any, mesh: Mesh, axis_name: ex.AxisName = "da
             f"all workers must start from the same parameters, but {path_name(flat[leaf][0])!r} of worker(s) {workers} "
             "differs from worker 0's. Initialise from one seed, or broadcast worker 0's parameters."
         )
+
+
+# States of optax wrappers that look at the gradients before the exchange, and what comes of it.
+_LOCAL_WRAPPERS: dict[type, str] = {
+    optax.MultiStepsState: (
+        "optax.MultiSteps, whose running sum is another on each worker. Use make_train_step(accumulate=...)."
+    ),
+    optax.ApplyIfFiniteState: (
+        "optax.apply_if_finite, which looks at each worker's own gradient: where workers disagree they wait for each "
+        "other forever. Leave it out: non-finite steps are skipped on all workers (skip_nonfinite=True)."
+    ),
+}
 
 
 def check_exchange(
@@ -70,11 +84,9 @@ def check_exchange(
     axes = set(axes_of(axis_name))
     if all(mesh.shape[a] == 1 for a in axes):
         return
-    if any(isinstance(x, optax.MultiStepsState) for x in jax.tree.leaves(state, is_leaf=_is_multi_steps)):
-        raise ValueError(
-            "tx must not accumulate gradients itself, got optax.MultiSteps: its running sum is another on each worker. "
-            "Use make_train_step(accumulate=...)."
-        )
+    for wrapper, trouble in _LOCAL_WRAPPERS.items():
+        if any(isinstance(x, wrapper) for x in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, wrapper))):
+            raise ValueError(f"tx must do the same on all workers, got {trouble}")
     differing: dict[str, list[str]] = {"updates": [], "state": []}
 
     def probe(params: Any, state: Any) -> jax.Array:
@@ -103,18 +115,14 @@ def check_exchange(
     if differing["updates"]:
         raise ValueError(
             f"tx must give all workers of axis {axis_name!r} the same update, but that of {differing['updates'][0]!r} "
-            f"would be each worker's own. Build the optimizer with axis_name={axis_name!r}, as the step is; in front of a "
-            "transformation that has no axis_name chain scape_jax.all_reduce_gradients."
+            f"would be each worker's own. Build the optimizer with axis_name={axis_name!r}, as the step is; in front "
+            "of a transformation that has no axis_name chain scape_jax.all_reduce_gradients."
         )
     if differing["state"]:
         raise ValueError(
-            f"the optimizer state must be equal on all workers of axis {axis_name!r}, but {differing['state'][0]!r} would "
-            "be each worker's own. Chain what keeps a memory of gradients behind the exchange, not before it."
+            f"the optimizer state must be equal on all workers of axis {axis_name!r}, but {differing['state'][0]!r} "
+            "would be each worker's own. Chain what keeps a memory of gradients behind the exchange, not before it."
         )
-
-
-def _is_multi_steps(x: Any) -> bool:
-    return isinstance(x, optax.MultiStepsState)
 
 
 def _named(tree: Any) -> list[tuple[str, Any]]:

@@ -34,7 +34,7 @@ from scape_jax._worker_types import own_on_workers
 
 
 class ScaleByScapeState(NamedTuple):
-    """State of `scale_by_scape`, for one worker (local) or W workers (global): only the leading axis of h and next_mask differs.
+    """State of `scale_by_scape`, for one worker (local) or W workers (global); only the leading axis of h, next_mask differs.
 
     Attributes:
       count: int32 (), steps taken; skipped ones do not count.
@@ -45,7 +45,7 @@ class ScaleByScapeState(NamedTuple):
       stats: what the last exchange told.
     """
 
-    count: jax.Array
+    count: jax.Array  # type: ignore[assignment]  # a tuple's method of that name is not needed
     h: Any
     mask: Any
     next_mask: Any
@@ -58,7 +58,9 @@ ScaleByScapeState.per_worker = ("h", "next_mask")  # type: ignore[attr-defined]
 
 
 def _init(opts: ScapeOptions, params: Any) -> ScaleByScapeState:
-    layouts, treedef = leaf_layouts(params, num_workers=ex.axis_size(opts.axis_name), **opts.layout_arguments())
+    layouts, treedef = leaf_layouts(
+        params, num_workers=ex.axis_size(opts.axis_name), **opts.layout_arguments()
+    )
 
     def tree(shape, dtype, sparse_only=True):
         return treedef.unflatten(
@@ -76,7 +78,15 @@ def _init(opts: ScapeOptions, params: Any) -> ScaleByScapeState:
 
 
 def _step(
-    opts: ScapeOptions, emit: Emit, updates: Any, state: ScaleByScapeState, *, value=None, nonfinite=None, level=None, **_
+    opts: ScapeOptions,
+    emit: Emit,
+    updates: Any,
+    state: ScaleByScapeState,
+    *,
+    value=None,
+    nonfinite=None,
+    level=None,
+    **_,
 ) -> tuple[Any, ScaleByScapeState]:
     """One step on this worker's gradients: (the tree of what `emit` returns, reshaped like the leaves; new state).
 
@@ -88,7 +98,9 @@ def _step(
     layouts, treedef = leaf_layouts(updates, num_workers=num_workers, **opts.layout_arguments())
 
     # Also where init ran in the same shard_map, so that the zeros it made are typed alike on all workers.
-    h, next_mask = (jax.tree.map(lambda x: own_on_workers(x, opts.axis_name), t) for t in (state.h, state.next_mask))
+    h, next_mask = (
+        jax.tree.map(lambda x: own_on_workers(x, opts.axis_name), t) for t in (state.h, state.next_mask)
+    )
 
     def flat(tree):
         return [None] * len(layouts) if tree is None else treedef.flatten_up_to(tree)
@@ -130,7 +142,9 @@ def scale_by_scape(density: float | None = None, **options: Any) -> optax.Gradie
     Takes the arguments of `scape` but learning_rate, weight_decay and weight_decay_mask. On a skipped step its own state
     stands still and the update is zero; transformations chained behind it see that zero. `scape` holds them still too.
     """
-    opts = ScapeOptions(**({} if density is None else {"density": density}), **options)
+    if density is not None:
+        options["density"] = density
+    opts = ScapeOptions(**options)
 
     def update(updates, state, params=None, **extra_args):
         leaves, treedef = jax.tree.flatten(updates)
@@ -168,7 +182,7 @@ def _scape(opts: ScapeOptions, learning_rate: Any, weight_decay: Any, weight_dec
         leaves, treedef = jax.tree.flatten(updates)
         dtypes = output_dtypes(leaves, treedef, params)
         eta, lam = rates(params, state)
-        theta = None if lam is None else treedef.flatten_up_to(params)
+        theta = leaves if lam is None else treedef.flatten_up_to(params)
 
         def emit(i, kept, u, ok):
             decay = 0.0 if lam is None else lam[i] * theta[i].astype(jnp.float32)

@@ -73,7 +73,7 @@ class TrainStep:
         self._loss_fn = loss_fn
         self._with_telemetry = with_telemetry
         self._tx_update = optax.with_extra_args_support(tx).update
-        self._programs: dict[int | None, Any] = {}
+        self._programs: dict[int | str | None, Any] = {}
         self._specs: Any = None
         self._params_like: Any = None
         self._last_count: Any = None
@@ -168,8 +168,12 @@ class TrainStep:
     def collective_bytes(self, level: int | None = None) -> dict[str, int]:
         """Operand bytes of the collectives in the update's jaxpr, see `collective_operand_bytes`."""
         update = lambda g, s, p: self._tx_update(g, s, p)  # noqa: E731
-        fn = self._mapped(update, (PartitionSpec(), self._specs, PartitionSpec()), (PartitionSpec(), self._specs))
-        return collective_operand_bytes(fn, self._params_like, self._state_like, self._params_like, level=level)
+        fn = self._mapped(
+            update, (PartitionSpec(), self._specs, PartitionSpec()), (PartitionSpec(), self._specs)
+        )
+        return collective_operand_bytes(
+            fn, self._params_like, self._state_like, self._params_like, level=level
+        )
 
     # How it is done ------------------------------------------------------------------------------------------------
 
@@ -196,13 +200,17 @@ class TrainStep:
 
     def _check_batch(self, batch: Any) -> None:
         parts = self.num_workers * self.accumulate
+        rows: dict[str, int] = {}
         for path, leaf in jax.tree_util.tree_flatten_with_path(batch)[0]:
-            size = jnp.shape(leaf)[0] if jnp.ndim(leaf) else 0
+            name, size = path_name(path), jnp.shape(leaf)[0] if jnp.ndim(leaf) else 0
             if size == 0 or size % parts:
                 raise ValueError(
                     f"the batch must be divisible by workers * accumulate = {self.num_workers} * {self.accumulate} = "
-                    f"{parts}, got {size} rows in {path_name(path)!r}. Use a multiple of {parts}."
+                    f"{parts}, got {size} rows in {name!r}. Use a multiple of {parts}."
                 )
+            rows[name] = size
+        if len(set(rows.values())) > 1:
+            raise ValueError(f"all leaves of a batch must have equally many rows, got {rows}. Cut or pad them.")
 
     def _count(self, opt_state: Any) -> Any:
         for state in ex.communicating_states(opt_state):
@@ -234,14 +242,16 @@ class TrainStep:
         """What one worker does; `params` replicated, `batch` this worker's part."""
         loss, grads = self._loss_and_grads(params, batch)
         bad = ex.any_nonfinite([g for g in jax.tree.leaves(grads)])
-        extra = {} if level is None else {"level": level}
+        extra: dict[str, Any] = {} if level is None else {"level": level}
         extra |= {"value": loss, "nonfinite": bad}
         if getattr(self.tx, "apply", None) is not None:
             new_params, new_state = self.tx.apply(grads, opt_state, params, **extra)
         else:
             updates, new_state = self._tx_update(grads, opt_state, params, **extra)
             ok = ex.step_was_taken(opt_state, new_state)
-            new_params = jax.tree.map(lambda n, o: jnp.where(ok, n, o), optax.apply_updates(params, updates), params)
+            new_params = jax.tree.map(
+                lambda n, o: jnp.where(ok, n, o), optax.apply_updates(params, updates), params
+            )
             new_state = ex.keep_if(ok, new_state, opt_state)
         stats = ex.communicating_states(new_state)[0].stats
         metrics = stats._asdict()

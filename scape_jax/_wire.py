@@ -100,7 +100,10 @@ def wire_bytes(
         kept, dense, gathered = _scape_parts(params, opts, num_workers, step)
         value_width = jnp.dtype(opts.payload_dtype).itemsize
         operand = (kept + dense) * value_width
-        values, mask = ring_all_reduce_bytes(kept * value_width, num_workers), ring_all_gather_bytes(gathered, num_workers)
+        values, mask = (
+            ring_all_reduce_bytes(kept * value_width, num_workers),
+            ring_all_gather_bytes(gathered, num_workers),
+        )
     elif method == "all_reduce":
         width = jnp.dtype(options.get("payload_dtype") or jnp.float32).itemsize
         kept, dense, gathered, operand, values, mask = 0, total, 0, total * width, 0, 0
@@ -108,7 +111,12 @@ def wire_bytes(
         density = options.get("density") or 0.1
         check_density(density)
         layouts, _ = leaf_layouts(
-            params, density=density, block_size=options.get("block_size") or 4096, selection="block", dense=None, num_workers=1
+            params,
+            density=density,
+            block_size=options.get("block_size") or 4096,
+            selection="block",
+            dense=None,
+            num_workers=1,
         )
         kept = sum(keep_of(lay.size, density) for lay in layouts if lay.sparse)
         dense = sum(lay.size for lay in layouts if not lay.sparse)
@@ -183,7 +191,13 @@ def _nbytes(atom: Any) -> int:
 def _walk(jaxpr: Any, found: dict[str, int], times: int, level: int | None) -> None:
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
-        kind = "all_reduce" if name.startswith("psum") else "all_gather" if name.startswith("all_gather") else None
+        kind = (
+            "all_reduce"
+            if name.startswith("psum")
+            else "all_gather"
+            if name.startswith("all_gather")
+            else None
+        )
         if kind and not (kind == "all_reduce" and "scatter" in name):
             found[kind] += times * sum(_nbytes(v) for v in eqn.invars)
             found[f"num_{kind}"] += times
@@ -199,7 +213,9 @@ def _walk(jaxpr: Any, found: dict[str, int], times: int, level: int | None) -> N
             elif level is not None and all(c["num_all_reduce"] for c in counts):
                 chosen = counts[level]
             else:
-                chosen = max(counts, key=lambda c: (c["num_all_reduce"] + c["num_all_gather"], counts.index(c)))
+                chosen = max(
+                    counts, key=lambda c: (c["num_all_reduce"] + c["num_all_gather"], counts.index(c))
+                )
             for key, n in chosen.items():
                 found[key] += n
         else:

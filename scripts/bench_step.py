@@ -14,13 +14,10 @@ import dataclasses
 import json
 import pathlib
 import platform
-import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
-
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 import jax
 import jax.numpy as jnp
@@ -74,7 +71,7 @@ def llama_like(million: float) -> dict[str, jax.Array]:
 
 
 @contextlib.contextmanager
-def one_worker_of(num_workers: int):
+def one_worker_of(num_workers: int) -> Iterator[None]:
     """Inside, scape_jax computes what worker 0 of `num_workers` does; collectives become local copies."""
 
     def reduce_alone(payload, nonfinite, loss, axis_name, num_workers, dtype):
@@ -90,7 +87,9 @@ def one_worker_of(num_workers: int):
         yield
 
 
-def updater(tx: Any, params: Any, grads: list[Any], num_workers: int, warm: int, fused: bool = False, **extra: Any) -> Callable[[], float]:
+def updater(
+    tx: Any, params: Any, grads: list[Any], num_workers: int, warm: int, fused: bool = False, **extra: Any
+) -> Callable[[], float]:
     """A function that runs one update + apply_updates and returns its seconds; state and params are donated."""
     with one_worker_of(num_workers):
         state = jax.jit(tx.init)(params)
@@ -114,7 +113,9 @@ def updater(tx: Any, params: Any, grads: list[Any], num_workers: int, warm: int,
     return once
 
 
-def one_update(tx, params, state, grads, fused, extra):
+def one_update(
+    tx: Any, params: Any, state: Any, grads: Any, fused: bool, extra: dict[str, Any]
+) -> tuple[Any, Any]:
     if fused:
         return tx.apply(grads, state, params, **extra)
     updates, state = tx.update(grads, state, params, **extra)
@@ -126,14 +127,21 @@ def main(settings: Settings) -> dict[str, Any]:
     size = sum(p.size for p in params.values())
     key = jax.random.key(1)
     grads = [
-        {n: 1e-3 * jax.random.normal(jax.random.fold_in(key, i * 100 + j), p.shape) for j, (n, p) in enumerate(params.items())}
+        {
+            n: 1e-3 * jax.random.normal(jax.random.fold_in(key, i * 100 + j), p.shape)
+            for j, (n, p) in enumerate(params.items())
+        }
         for i in range(3)
     ]
-    options = {"weight_decay": 0.1, "clip_norm": 1.0}
+    options: dict[str, Any] = {"weight_decay": 0.1, "clip_norm": 1.0}
     methods: dict[str, Callable[[], float]] = {
         "optax.adamw": updater(optax.adamw(1e-3, weight_decay=0.1), params, grads, 1, 1),
         "optax.clip + adamw": updater(
-            optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3, weight_decay=0.1)), params, grads, 1, 1
+            optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3, weight_decay=0.1)),
+            params,
+            grads,
+            1,
+            1,
         ),
         "adams": updater(scape_jax.adams(1e-3, **options), params, grads, 1, 1),
     }
@@ -165,7 +173,9 @@ def main(settings: Settings) -> dict[str, Any]:
         "bandwidth_gb_per_sec": bandwidth / 1e9,
         "methods": {},
     }
-    table = Table(title=f"{size / 1e6:.1f} M parameters, one worker of {settings.workers}, {jax.devices()[0].device_kind}")
+    table = Table(
+        title=f"{size / 1e6:.1f} M parameters, one worker of {settings.workers}, {jax.devices()[0].device_kind}"
+    )
     for column in ("method", "ms (median)", "ratio to adamw", "min .. max", "floor bytes/param", "floor ms"):
         table.add_column(column, justify="left" if column == "method" else "right")
     base = np.array(rows["optax.adamw"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from matplotlib.figure import Figure
 
@@ -56,7 +57,9 @@ def _row(run: RunResults) -> tuple[str, ...]:
 
 def _unfinished(run: RunResults) -> tuple[str, ...]:
     steps, losses = metrics.series(run.records, "loss_mean")
-    last = next((record for record in reversed(run.records) if "tokens_per_sec" in record), {})
+    last: dict[str, Any] = next(
+        (record for record in reversed(run.records) if "tokens_per_sec" in record), {}
+    )
     validation = _validation_loss(run)
     return (
         run.label,

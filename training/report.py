@@ -145,7 +145,9 @@ def run_figure(run: RunResults) -> Figure:
         for key, label in curves:
             steps, values = metrics.series(run.records, key)
             axes.plot(steps, values, label=label, marker="o" if len(steps) < 25 else None, markersize=3)
-        if title == "norms" and any(value > 0 for line in axes.get_lines() for value in line.get_ydata()):
+        if title == "norms" and any(
+            value > 0 for key, _ in curves for value in metrics.series(run.records, key)[1]
+        ):
             axes.set_yscale("log")
         elif title != "loss (nats per token)":
             axes.set_ylim(bottom=0)
