@@ -85,7 +85,7 @@ def check_exchange(
     if all(mesh.shape[a] == 1 for a in axes):
         return
     for wrapper, trouble in _LOCAL_WRAPPERS.items():
-        if any(isinstance(x, wrapper) for x in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, wrapper))):
+        if _holds(state, wrapper):
             raise ValueError(f"tx must do the same on all workers, got {trouble}")
     differing: dict[str, list[str]] = {"updates": [], "state": []}
 
@@ -123,6 +123,11 @@ def check_exchange(
             f"the optimizer state must be equal on all workers of axis {axis_name!r}, but {differing['state'][0]!r} "
             "would be each worker's own. Chain what keeps a memory of gradients behind the exchange, not before it."
         )
+
+
+def _holds(state: Any, kind: type) -> bool:
+    is_kind = lambda x: isinstance(x, kind)  # noqa: E731
+    return any(is_kind(x) for x in jax.tree.leaves(state, is_leaf=is_kind))
 
 
 def _named(tree: Any) -> list[tuple[str, Any]]:
