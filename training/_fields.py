@@ -44,7 +44,7 @@ def coerce(value: Any, annotation: Any, name: str) -> Any:
                 f"{name} must be a list of {item_type.__name__}, got {value!r}. Write it as [a, b]."
             )
         return tuple(coerce(item, item_type, f"{name}[{i}]") for i, item in enumerate(value))
-    if dataclasses.is_dataclass(annotation):
+    if isinstance(annotation, type) and dataclasses.is_dataclass(annotation):
         if isinstance(value, annotation):
             return value
         raise ValueError(f"{name} must be a section of settings, got {value!r}.")

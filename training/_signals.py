@@ -1,8 +1,7 @@
 """Ctrl-C and SIGTERM as a wish to stop after the current step; a second one ends the process at once.
 
 A thread reads the signals from Python's wake-up descriptor, because the main thread may stand in a long call
-(a compilation, a step) during which Python runs no handlers: the wish is noted, and a second signal works, even
-then.
+(a compilation, a step) during which Python runs no handlers: the wish is noted, and a second signal works.
 """
 
 from __future__ import annotations

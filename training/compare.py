@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter
 
 from training import metrics
 from training.progress import amount, quantity
@@ -81,6 +82,7 @@ def figure(runs: Sequence[RunResults]) -> Figure:
     """Training and validation loss over the steps, and validation loss over the bytes that a worker sent."""
     drawing = Figure(figsize=(16, 4.6), layout="constrained")
     by_step, validation, by_bytes = drawing.subplots(1, 3)
+    anything_sent = False
     for number, run in enumerate(runs):
         color = f"C{number % 10}"
         by_step.plot(*metrics.series(run.records, "loss_mean"), color=color, label=run.label)
@@ -91,11 +93,13 @@ def figure(runs: Sequence[RunResults]) -> Figure:
         points = [r for r in run.records if "validation_loss" in r and r["bytes_sent_total"]]
         sent, losses = ([r[key] for r in points] for key in ("bytes_sent_total", "validation_loss"))
         by_bytes.plot(sent, losses, color=color, marker="o", markersize=3)
+        anything_sent = anything_sent or bool(points)
     by_step.set(title="training loss", xlabel="step", ylabel="nats per token")
     validation.set(title="validation loss", xlabel="step")
     by_bytes.set(title="validation loss for bytes sent per worker", xlabel="bytes")
-    if any(len(line.get_xdata()) for line in by_bytes.get_lines()):
+    if anything_sent:
         by_bytes.set_xscale("log")
+    by_bytes.xaxis.set_major_formatter(EngFormatter(unit="B"))  # after the scale, which brings its own
     for axes in (by_step, validation, by_bytes):
         axes.grid(alpha=0.3)
     drawing.legend(loc="outside lower center", ncols=min(4, len(runs)))

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter
 
 from training import metrics
 from training.progress import amount, duration, quantity
@@ -142,15 +143,17 @@ def run_figure(run: RunResults) -> Figure:
     figure = Figure(figsize=(11, 3.1 * max(1, (len(panels) + 1) // 2)), layout="constrained")
     for number, (title, curves) in enumerate(panels):
         axes = figure.add_subplot((len(panels) + 1) // 2, 2, number + 1)
+        positive = False
         for key, label in curves:
             steps, values = metrics.series(run.records, key)
             axes.plot(steps, values, label=label, marker="o" if len(steps) < 25 else None, markersize=3)
-        if title == "norms" and any(
-            value > 0 for key, _ in curves for value in metrics.series(run.records, key)[1]
-        ):
-            axes.set_yscale("log")
+            positive = positive or any(value > 0 for value in values)
+        if title == "norms":
+            axes.set_yscale("log" if positive else "linear")
         elif title != "loss (nats per token)":
             axes.set_ylim(bottom=0)
+        if title == "bytes sent per worker":
+            axes.yaxis.set_major_formatter(EngFormatter(unit="B"))
         axes.set(title=title, xlabel="step")
         axes.grid(alpha=0.3)
         if len(curves) > 1:
