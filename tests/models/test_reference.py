@@ -40,8 +40,7 @@ def test_logits(name):
     assert_close(got, want, "model", dtype=jnp.float32)
 
 
-@pytest.mark.parametrize("chunk", [None, 6])
-@pytest.mark.parametrize("name", ["gpt", "llama"])
+@pytest.mark.parametrize(("name", "chunk"), [("gpt", None), ("llama", 6)])
 def test_loss_and_weights(name, chunk):
     config = dataclasses.replace(CONFIGS[name], loss_chunk=chunk)
     params = random_params(config)
