@@ -40,8 +40,8 @@ class TopKState(NamedTuple):
     """State of `topk_gradients`.
 
     Attributes:
-      residual: like the parameters with a leading worker axis, float32 (W, *shape): gradient not yet sent; None for a dense
-        leaf.
+      residual: like the parameters with a leading worker axis, float32 (W, *shape): gradient not yet sent;
+        None for a dense leaf.
       stats: what the last exchange told.
     """
 

@@ -34,13 +34,13 @@ from scape_jax._worker_types import own_on_workers
 
 
 class ScaleByScapeState(NamedTuple):
-    """State of `scale_by_scape`, for one worker (local) or W workers (global); only the leading axis of h, next_mask differs.
+    """State of `scale_by_scape`, for one worker (local) or W workers (global).
 
     Attributes:
       count: int32 (), steps taken; skipped ones do not count.
-      h: like the parameters with a leading worker axis, float32 (W, *shape): m_t on `mask`, the worker's residual off it.
+      h: like the parameters with a leading worker axis, float32 (W, *shape): m_t on `mask`, the residual off it.
       mask: like the parameters, uint32 (ceil(N/32),): M of the last step, packed; None for a dense leaf.
-      next_mask: like the parameters, uint32 (W, words of the owned rows): the rows of the next M that a worker selected.
+      next_mask: like the parameters, uint32 (W, words of the owned rows): the next M in a worker's own rows.
       age: like the parameters, uint8 (*shape,), steps since an entry was last sent; None where staleness_power is 0.
       stats: what the last exchange told.
     """
@@ -90,8 +90,8 @@ def _step(
 ) -> tuple[Any, ScaleByScapeState]:
     """One step on this worker's gradients: (the tree of what `emit` returns, reshaped like the leaves; new state).
 
-    value: this worker's loss, averaged in the same all-reduce (stats.loss). nonfinite: float32 () 1 or 0, in place of the
-    own check of the gradients. level: Python int, a promise of the density level, which spares the choice at run time.
+    value: this worker's loss, averaged in the same all-reduce (stats.loss). nonfinite: float32 () 1 or 0, in place of
+    the own check of the gradients. level: Python int, a promise of the density level; spares the choice at run time.
     """
     num_workers = ex.axis_size(opts.axis_name)
     ex.check_local(updates, opts.axis_name, num_workers)
@@ -139,8 +139,8 @@ def _step(
 def scale_by_scape(density: float | None = None, **options: Any) -> optax.GradientTransformationExtraArgs:
     """The bare SCAPE rule: exchange, error feedback and AdamS; no learning rate, no weight decay.
 
-    Takes the arguments of `scape` but learning_rate, weight_decay and weight_decay_mask. On a skipped step its own state
-    stands still and the update is zero; transformations chained behind it see that zero. `scape` holds them still too.
+    Takes the arguments of `scape` but learning_rate, weight_decay and weight_decay_mask. On a skipped step its own
+    state stands still and the update is zero; what is chained behind it sees that zero. `scape` has no such part.
     """
     if density is not None:
         options["density"] = density
@@ -235,7 +235,7 @@ def scape(
     staleness_power: float | None = None,
     skip_nonfinite: bool = True,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""SCAPE with learning rate and decoupled weight decay: AdamS that exchanges only `density` of the entries per step.
+    r"""SCAPE with learning rate and decoupled weight decay: AdamS that exchanges only `density` of the entries.
 
     On the mask M, with e the residual (error feedback) and n the workers,
 
@@ -260,12 +260,12 @@ def scape(
       weight_decay: decoupled, applied to all entries in every step.
       weight_decay_mask: as in optax.adamw, a tree or a function of the parameters.
       clip_norm: global norm to which the averaged gradient (with its residual) is clipped; None: no clipping.
-      clip_order: "before" clips what enters both m and v; "paper" clips only what enters v, as the paper's listing does,
-        which makes the step larger whenever clipping acts.
+      clip_order: "before" clips what enters both m and v; "paper" clips only what enters v, as the paper's listing
+        does, which makes the step larger whenever clipping acts.
       bias_correction: "both", "none" or "momentum", see `adams_rule`.
       axis_name: mesh axis (or axes) of the workers; None: one worker.
-      selection: "block" keeps max(1, round(d*B)) entries in every row of B; "leaf" is a top-k over each owner's share of
-        a leaf.
+      selection: "block" keeps max(1, round(d*B)) entries in every row of B; "leaf" is a top-k over each owner's share
+        of a leaf.
       block_size: B, a multiple of 32. None: 4096. Leaves smaller than this are dense.
       codec: how masks travel: "bitmap", "index", or "auto" for the cheaper one.
       payload_dtype: jnp.float32 or jnp.bfloat16. None: float32.

@@ -1,7 +1,7 @@
 """One SCAPE step on one worker, in payload space: what is gathered, exchanged, updated and selected.
 
-Source: arXiv 2607.01678, Algorithm 1, in the form of `_scape.py`. Only the kept entries of a leaf are ever computed with;
-the full-size work is one pass over h and, in the caller's `emit`, one over the parameters.
+Source: arXiv 2607.01678, Algorithm 1, in the form of `_scape.py`. Only the kept entries of a leaf are computed with; the
+full-size work is one pass over h and, in the caller's `emit`, one over the parameters.
 """
 
 import dataclasses
@@ -48,7 +48,7 @@ class Leaf:
 
 @dataclasses.dataclass(frozen=True)
 class Kept:
-    """The mask of one leaf in this step: packed words (None: dense leaf), and where its entries are (None: everywhere)."""
+    """The mask of one leaf in this step: packed words (None: dense leaf), where its entries are (None: everywhere)."""
 
     words: Any
     at: Any = None  # (kept,) int32, positions in the flat leaf

@@ -210,7 +210,9 @@ class TrainStep:
                 )
             rows[name] = size
         if len(set(rows.values())) > 1:
-            raise ValueError(f"all leaves of a batch must have equally many rows, got {rows}. Cut or pad them.")
+            raise ValueError(
+                f"all leaves of a batch must have equally many rows, got {rows}. Cut or pad them."
+            )
 
     def _count(self, opt_state: Any) -> Any:
         for state in ex.communicating_states(opt_state):

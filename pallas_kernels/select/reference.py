@@ -1,13 +1,19 @@
-"""Exact top-k of |x| in each row in plain JAX, by bisection on bit patterns.
+"""Exact top-k of |x| in each row in plain JAX, by a search for the threshold.
 
-The bits of a non-negative float order like its value, so the k-th largest |x| of a row is found by 31 halvings of an
-integer interval, each one compare-and-count pass, and no sort. Entries that tie at the threshold are taken from the
-lowest index up, by a second bisection on the index that runs only where there is a tie.
+The bits of a non-negative float order like its value, so the k-th largest |x| of a row is found by narrowing an integer
+interval of bit patterns; each step is one compare-and-count pass over the row, and nothing is sorted. The next trial is
+where the logarithm of the count, taken as linear in |x|, would reach log k (regula falsi with Illinois weights): about
+half the passes of plain halving, to which the search falls back. Entries that tie at the threshold are taken from the
+lowest index up, by a second search over the index that runs only where there is a tie.
 """
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+_LARGEST_FINITE = 0x7F7FFFFF
+# Guided steps before the search halves the interval, which ends within 31 more.
+_GUESSES = 24
 
 
 def _varying_like(x: jax.Array, like: jax.Array) -> jax.Array:
@@ -40,33 +46,57 @@ def select(x: jax.Array, k: jax.Array | int, valid: jax.Array | None = None) -> 
     def count(chosen):
         return jnp.sum(chosen.astype(count_dtype), axis=1)
 
-    def unfinished(state):
-        bit, _, _, reached = state
-        return (bit >= 0) & jnp.any(reached != need)
+    def start(fill, dtype):
+        return _varying_like(jnp.full((num_rows,), fill, dtype), key)
 
-    def halve_value(state):
-        bit, threshold, reached, _ = state
-        trial = threshold | (jnp.int32(1) << bit)
+    def as_float(bits):
+        return lax.bitcast_convert_type(jnp.minimum(bits, _LARGEST_FINITE), jnp.float32)
+
+    # In each row count(key >= low) = reached >= k > count(key >= high); reached == k or high == low + 1 ends it.
+    def narrow(state):
+        step, low, high, reached, excess, lack, was_enough = state
+        guess = as_float(low) + (as_float(high) - as_float(low)) * (excess / (excess - lack))
+        guess = lax.bitcast_convert_type(guess, jnp.int32)
+        trial = jnp.where(step < _GUESSES, guess, low + (high - low) // 2)
+        trial = jnp.clip(trial, low + 1, jnp.maximum(high - 1, low + 1))
         n = count(key >= trial[:, None])
-        enough = n >= need
-        reached = jnp.where(enough, n, reached)
-        return bit - 1, jnp.where(enough, trial, threshold), reached, reached
+        enough, open_ = n >= need, (reached != need) & (high - low > 1)
+        log_ratio = jnp.log(jnp.maximum(n, 0.5).astype(jnp.float32) / jnp.maximum(need, 0.5))
+        lack = jnp.where(enough, jnp.where(was_enough, lack / 2, lack), log_ratio)
+        excess = jnp.where(enough, log_ratio, jnp.where(was_enough, excess, excess / 2))
+        return (
+            step + 1,
+            jnp.where(open_ & enough, trial, low),
+            jnp.where(open_ & ~enough, trial, high),
+            jnp.where(open_ & enough, n, reached),
+            excess,
+            lack,
+            enough,
+        )
 
-    def start(value, dtype):
-        return _varying_like(jnp.full((num_rows,), value, dtype), key)
-
-    # The invariant: count(key >= threshold) = reached >= k, unless a row has fewer than k candidates.
     candidates = count(key >= 0)
     need = jnp.minimum(need, candidates)
-    state = (_varying_like(jnp.int32(30), key), start(0, jnp.int32), candidates, candidates)
-    _, threshold, reached, _ = lax.while_loop(unfinished, halve_value, state)
-    threshold = jnp.where(need == 0, jnp.iinfo(jnp.int32).max, threshold)
-    reached = jnp.where(need == 0, need, reached)
+    high = jnp.max(key, axis=1, initial=-1) + 1
+    ratio = jnp.log(jnp.maximum(candidates, 1).astype(jnp.float32) / jnp.maximum(need, 0.5))
+    state = (
+        _varying_like(jnp.int32(0), key),
+        start(0, jnp.int32),
+        high,
+        # Nothing to search where nothing is wanted; such rows are settled below.
+        jnp.where(need == 0, need, candidates),
+        ratio.astype(jnp.float32),
+        jnp.log(0.5 / jnp.maximum(need, 0.6)).astype(jnp.float32),
+        start(False, bool),
+    )
+    _, low, _, reached, *_ = lax.while_loop(
+        lambda s: jnp.any((s[3] != need) & (s[2] - s[1] > 1)), narrow, state
+    )
+    threshold = jnp.where(need == 0, jnp.iinfo(jnp.int32).max, low)
 
     # Rows with reached > k have a tie at the threshold: keep those of index <= last.
     above, tied = key > threshold[:, None], key == threshold[:, None]
     column = jnp.arange(width, dtype=jnp.int32)[None, :]
-    bits = max(width - 1, 1).bit_length()
+    index_bits = max(width - 1, 1).bit_length()
 
     def halve_index(state):
         bit, last = state
@@ -76,6 +106,6 @@ def select(x: jax.Array, k: jax.Array | int, valid: jax.Array | None = None) -> 
         return bit - 1, jnp.where(n < need, trial, last)
 
     exact = jnp.all(reached == need)
-    steps = jnp.where(exact, -1, bits - 1)
+    steps = jnp.where(exact, -1, index_bits - 1)
     _, last = lax.while_loop(lambda s: s[0] >= 0, halve_index, (steps, start(0, jnp.int32)))
     return above | (tied & ((column <= last[:, None]) | exact))
