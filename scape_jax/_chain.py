@@ -17,12 +17,14 @@ class Optimizer(optax.GradientTransformationExtraArgs):
       wire: (params, num_workers, step) -> WireBytes, by keyword; the closed form for these settings.
       final_level: index of the density level that holds for good once `final_count` steps are taken.
       final_count: see final_level.
+      mask_every: steps for which one mask is used.
     """
 
     apply: Callable[..., Any] | None = None
     wire: Callable[..., Any]
     final_level: int = 0
     final_count: int = 0
+    mask_every: int = 1
 
 
 def make_optimizer(

@@ -208,6 +208,7 @@ def _scape(opts: ScapeOptions, learning_rate: Any, weight_decay: Any, weight_dec
     optimizer.apply = apply
     optimizer.wire = functools.partial(wire_bytes, method="scape", **dataclasses.asdict(opts))
     optimizer.final_level = len(levels) - 1
+    optimizer.mask_every = opts.mask_every
     optimizer.final_count = final_count(len(levels), opts.density_warmup_steps, opts.mask_every)
     return optimizer
 

@@ -76,8 +76,10 @@ class TrainStep:
         self._programs: dict[int | str | None, Any] = {}
         self._specs: Any = None
         self._params_like: Any = None
+        self._wire: dict[int | None, WireBytes] = {}
         self._last_count: Any = None
         self._steady = False
+        self._steps_taken = 0  # as far as the host knows; read from the state until the density is final
 
     # What the user calls -------------------------------------------------------------------------------------------
 
@@ -120,7 +122,7 @@ class TrainStep:
 
         Returns:
           (params, opt_state, metrics); metrics are scalars on the devices: loss (mean over workers), grad_norm,
-          clip_factor, skipped, and with telemetry=True those of `telemetry`.
+          clip_factor, skipped, and with telemetry=True those of `telemetry` and wire_bytes, a Python int.
 
         Raises:
           ValueError: the batch does not divide, before anything is compiled.
@@ -134,6 +136,9 @@ class TrainStep:
             self._programs[level] = self._compile_later(level)
         params, opt_state, metrics = self._programs[level](params, opt_state, batch)
         self._last_count = self._count(opt_state)
+        self._steps_taken += 1
+        if self._with_telemetry:
+            metrics["wire_bytes"] = self.wire_bytes(self._steps_taken).total_bytes
         return params, opt_state, metrics
 
     def telemetry(self, opt_state: Any) -> dict[str, jax.Array]:
@@ -152,7 +157,13 @@ class TrainStep:
         if self._params_like is None:
             raise ValueError("wire_bytes needs the parameters' shapes: call init(params) first.")
         if hasattr(self.tx, "wire"):
-            return self.tx.wire(self._params_like, num_workers=self.num_workers, step=step)
+            # Past the warm-up the steps repeat with the period of the mask.
+            first = self.tx.final_count + 1
+            if step is not None and step > first:
+                step = first + (step - first) % self.tx.mask_every
+            if step not in self._wire:
+                self._wire[step] = self.tx.wire(self._params_like, num_workers=self.num_workers, step=step)
+            return self._wire[step]
         found = self.collective_bytes()
         dense = wire_bytes(self._params_like, num_workers=self.num_workers, method="all_reduce")
         return WireBytes(
@@ -231,7 +242,8 @@ class TrainStep:
             return None
         count = self._count(opt_state)
         if not (self._steady and count is self._last_count):
-            self._steady = int(count) >= self.tx.final_count
+            self._steps_taken = int(count)
+            self._steady = self._steps_taken >= self.tx.final_count
         return final if self._steady else None
 
     def _compile_later(self, level: int | None) -> Callable:
