@@ -291,3 +291,19 @@ def test_apply_if_finite_rejects_a_step_and_goes_on():
         params = optax.apply_updates(params, updates)
     assert int(state.total_notfinite) == 1
     assert_close(params, plain()[0])
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_without_skipping_a_bad_gradient_passes_through(bad):
+    """The user's own guard must see it: neither a silently dropped step nor zeros in its place."""
+    tx, params = SCAPE(skip_nonfinite=False, clip_norm=None), make_params()
+    update = jax.jit(tx.update)
+    _, state = update(make_grads(params, 0), tx.init(params), params)
+    grads = make_grads(params, 1)
+    grads["layer"]["kernel"] = jnp.full_like(grads["layer"]["kernel"], bad)
+    updates, state = update(grads, state, params)
+    assert int(state.count) == 2 and int(state.stats.skipped) == 0
+    assert int(jnp.isnan(updates["layer"]["kernel"]).sum()) == 3 * 16
+    assert bool((updates["temp"] != 0).all()) and bool(jnp.isfinite(updates["odd"]).all())
+    # What was sent and was bad is in m, what was not sent is in the residual.
+    assert not bool(jnp.isfinite(state.h["layer"]["kernel"]).any())
