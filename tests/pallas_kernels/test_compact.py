@@ -8,7 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from pallas_kernels.compact import cumsum_rows, mask_from_indices, row_indices
+from pallas_kernels.compact import (
+    cumsum_rows,
+    is_computed,
+    mask_from_indices,
+    materialize,
+    put_kept,
+    row_indices,
+    word_starts,
+)
 from tests.pallas_kernels.reference_numpy import numpy_pack
 
 BLOCK = 4096
@@ -17,6 +25,7 @@ SHARES = (0.0, 0.05, 1.0)
 
 jit_row_indices, jit_mask = (jax.jit(f, static_argnums=1) for f in (row_indices, mask_from_indices))
 jit_cumsum_rows = jax.jit(cumsum_rows)
+jit_word_starts, jit_put_kept = jax.jit(word_starts, static_argnums=1), jax.jit(put_kept, static_argnums=5)
 
 
 def rows_with_k_bits(seed: int, rows: int, length: int, k: int) -> np.ndarray:
@@ -105,3 +114,33 @@ def test_cumsum_rows_is_exact_up_to_its_limit():
     total = np.asarray(cumsum_rows(jnp.asarray(x)))
     np.testing.assert_array_equal(total, np.cumsum(x.astype(np.int64), axis=1))
     assert total[0, -1] == 1 << 24
+
+
+@given(st.integers(0, 2**32 - 1), st.sampled_from((1, 2, 20, 64)), st.booleans())
+def test_put_kept_by_either_way(seed, k, add):
+    """3 rows of 64 in an array of (17, 10), the last row short with fewer kept; k = 1, 2 scatter, more go by rank."""
+    rng = np.random.default_rng(seed)
+    mask = rows_with_k_bits(seed, 3, 64, k)
+    last = max(1, k * 42 // 64)
+    mask[2] = np.arange(64) < 42
+    mask[2, :42] = rows_with_k_bits(seed + 1, 1, 42, last)[0]
+    otherwise = rng.standard_normal((17, 10)).astype(np.float32)
+    values = rng.standard_normal(2 * k + last).astype(np.float32)
+    kept = mask.reshape(-1)[:170]
+    words = numpy_pack(mask)
+    starts = jit_word_starts(words, k).reshape(-1)[:6]
+    assert starts.tolist() == [int(kept[: 32 * i].sum()) for i in range(6)]
+    got = jit_put_kept(values, kept.nonzero()[0].astype(np.int32), words.reshape(-1), starts, otherwise, add)
+    wanted = otherwise.reshape(-1).copy()
+    wanted[kept] = wanted[kept] + values if add else values
+    np.testing.assert_array_equal(got, wanted.reshape(17, 10))
+
+
+@pytest.mark.parametrize("first", [0.0, -1.0, np.nan, np.inf, -np.inf, 1e-45])
+def test_order_of_writes_depends_on_no_value(first):
+    """`is_computed` is true and `materialize` the identity for every value, NaN and infinity too."""
+    x = np.array([first, 2.0], np.float32)
+    assert bool(jax.jit(is_computed)(x))
+    got = jax.jit(materialize)((x, x[::-1].copy()))
+    np.testing.assert_array_equal(got, (x, x[::-1]))
+    assert bool(is_computed(np.array([7], np.uint32)))
