@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AxisType, Mesh
 
 import scape_jax
 from scape_jax import reference
@@ -82,7 +83,7 @@ def test_clipping_after_m_makes_the_step_larger(clip_order: str, value: float) -
 @pytest.fixture(scope="module")
 def eight() -> dict[str, Any]:
     params, batches = make_params(), make_batches(8, 6)
-    records = run(make_step(scape(weight_decay=LAM), 8), params, batches)
+    records = run(make_step(one_program(scape(weight_decay=LAM)), 8), params, batches)
     return {"params": params, "batches": batches, "records": records, "states": scape_states(records)}
 
 
@@ -137,6 +138,18 @@ def test_step_1_is_dense_and_later_ones_are_not(eight: dict) -> None:
             assert_close(params[path][~on], decayed[~on], dtype=jnp.float32)
             assert np.median(np.abs(params[path][on] - decayed[on])) > 1e-3
         before = params
+
+
+def test_two_mesh_axes_of_workers_are_like_one(eight: dict) -> None:
+    """Ownership follows the order of the devices, whatever the axes are called."""
+    mesh = Mesh(
+        np.array(jax.devices("cpu")[:8]).reshape(2, 4), ("host", "data"), axis_types=(AxisType.Auto,) * 2
+    )
+    axes = ("host", "data")
+    tx = one_program(scape(weight_decay=LAM, axis_name=axes))
+    step = scape_jax.make_train_step(linear_loss, tx, mesh, axis_name=axes)
+    for ours, theirs in zip(run(step, eight["params"], eight["batches"]), eight["records"], strict=True):
+        assert_bit_equal(ours, theirs)
 
 
 # ---- Rows, owners and ties
@@ -266,10 +279,11 @@ def test_clip_orders_agree_bit_for_bit_without_clipping() -> None:
 
 @pytest.mark.parametrize("make", [scape_jax.adams, scape_jax.adamw])
 def test_workers_and_micro_batches_are_interchangeable_for_dense_methods(make: Any) -> None:
-    tx = make(ETA, weight_decay=LAM, clip_norm=1.0, axis_name="data")
-    params, batches = make_params(), make_batches(4, 5)
+    tx = make(ETA, weight_decay=LAM, clip_norm=0.3, axis_name="data")
+    params, batches = make_params(shapes=FEW), make_batches(4, 5, shapes=FEW)
     many, one, both = (run(make_step(tx, w, 4 // w), params, batches) for w in (4, 1, 2))
-    for (p, _, _), (q, _, _), (r, _, _) in zip(many, one, both, strict=True):
+    for (p, _, metrics), (q, _, _), (r, _, _) in zip(many, one, both, strict=True):
+        assert float(metrics["clip_factor"]) < 0.9
         assert_close(p, q, terms=20)
         assert_close(p, r, terms=20)
 
