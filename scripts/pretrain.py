@@ -79,7 +79,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Returns the exit code."""
     try:
         config, resumed = parse(sys.argv[1:] if arguments is None else arguments)
-        prepare_devices(config.mesh.data)
+        prepare_devices(config.mesh.data, config.mesh.platform)
         setup = build(config)
         folder = resumed or runs.new_folder(config)
         outcome = train(setup, folder, resume=resumed is not None)

@@ -79,11 +79,8 @@ class Checkpoints:
         The trees may be arrays or jax.ShapeDtypeStruct with shardings; they are only read for their shapes.
         """
         step = self._step(step)
-        meta = self.read_meta(step)
-        wanted = {"params": by_path(params), "opt_state": by_path(opt_state)}
-        self._check_leaves(step, meta, wanted, config)
-        self._check_settings(step, meta, config)
-        found = self._read(step, wanted)
+        meta = self.check(params, opt_state, config, step)
+        found = self._read(step, {"params": by_path(params), "opt_state": by_path(opt_state)})
         return Restored(
             step=step,
             params=like(params, found["params"]),
@@ -91,6 +88,15 @@ class Checkpoints:
             data_state=meta["data"],
             totals=meta["totals"],
         )
+
+    def check(self, params: Any, opt_state: Any, config: Config, step: int | None = None) -> dict[str, Any]:
+        """Raises ValueError where the checkpoint does not fit; reads no arrays. Returns `read_meta`."""
+        step = self._step(step)
+        meta = self.read_meta(step)
+        wanted = {"params": by_path(params), "opt_state": by_path(opt_state)}
+        self._check_leaves(step, meta, wanted, config)
+        self._check_settings(step, meta, config)
+        return meta
 
     def restore_params(self, params: Any, config: Config, step: int | None = None) -> Any:
         """Only the parameters, for evaluation, export, or a new run with another optimizer."""
@@ -163,7 +169,8 @@ class Checkpoints:
         """Settings that give meaning to the buffers must be the saved ones even where no shape tells them
         apart.
         """
-        changed = _changed(meta["config"], dotted(config), ("model.", "optimizer."))
+        # A setting that the checkpoint does not know had its default's behaviour when it was written.
+        changed = _changed(dotted(Config()) | meta["config"], dotted(config), ("model.", "optimizer."))
         saved = update(Config(), meta["config"])
         warmups = [round(c.optimizer.density_warmup_fraction * c.run.steps) for c in (saved, config)]
         if warmups[0] != warmups[1] and step < max(warmups):
@@ -219,12 +226,11 @@ def _differences(item: str, saved: Mapping[str, str], wanted: Mapping[str, str])
 
 
 def _changed(saved: Mapping[str, Any], now: Mapping[str, Any], sections: tuple[str, ...]) -> list[str]:
-    """Settings of the sections that differ, as lines; JSON turned tuples into lists."""
+    """Settings of the sections that differ, as lines; JSON has turned tuples into lists."""
     lines = []
     for key in sorted(set(saved) | set(now)):
         old, new = saved.get(key), now.get(key)
-        if isinstance(new, tuple):
-            new = list(new)
+        old, new = (list(value) if isinstance(value, tuple) else value for value in (old, new))
         if key.startswith(sections) and old != new:
             lines.append(f"{key}: {old!r} -> {new!r}")
     return lines

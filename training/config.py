@@ -248,6 +248,8 @@ class MeshConfig(Settings):
 
     data: int = 1
     """Workers that average their gradients; on a CPU they are virtual devices."""
+    platform: Literal["auto", "cpu", "gpu"] = "auto"
+    """Which devices to use; auto: what JAX finds."""
 
     def check(self) -> None:
         require(self.data >= 1, f"mesh.data must be at least 1, got {self.data}.")

@@ -6,36 +6,40 @@ the first thing a script calls.
 
 from __future__ import annotations
 
+from typing import Literal
+
 import jax
 from jax.sharding import AxisType, Mesh
 
 AXIS_NAME = "data"
 
 
-def prepare_devices(workers: int) -> None:
-    """Makes sure that `workers` devices exist, as virtual CPU devices where there is no accelerator."""
+def prepare_devices(workers: int, platform: Literal["auto", "cpu", "gpu"] = "auto") -> None:
+    """Makes sure that `workers` devices of the platform exist, as virtual ones on a CPU."""
+    if platform == "cpu":  # "gpu" needs no word to JAX: it is what it takes where it finds one
+        jax.config.update("jax_platforms", "cpu")
     if jax.config.jax_num_cpu_devices < workers:
         try:
             jax.config.update("jax_num_cpu_devices", workers)
         except RuntimeError:  # JAX is already running: whether that matters depends on what it found
             if len(jax.devices()) < workers:
-                raise ValueError(
-                    _too_few(
-                        workers,
-                        "JAX had already started, so no more virtual CPU devices can be "
-                        "made. Set JAX_NUM_CPU_DEVICES before the process starts.",
-                    )
-                ) from None
-    found = len(jax.devices())
-    if found < workers:
+                advice = "JAX had already started, so no more virtual CPU devices can be made. "
+                advice += "Call prepare_devices first, or set JAX_NUM_CPU_DEVICES before the process starts."
+                raise ValueError(_too_few(workers, advice)) from None
+    found, kind = len(jax.devices()), jax.default_backend()
+    if platform != "auto" and kind != platform:
+        advice = "Install jax[cuda], or use" if platform == "gpu" else "Start a new process, or use"
         raise ValueError(
-            _too_few(workers, f"Use --mesh.data {found}, or JAX_PLATFORMS=cpu for virtual workers.")
+            f"mesh.platform = {platform}, but JAX runs on {kind}. {advice} --mesh.platform {kind}."
         )
+    if found < workers:
+        advice = f"Use --mesh.data {found}, or --mesh.platform cpu for virtual workers."
+        raise ValueError(_too_few(workers, advice))
 
 
 def _too_few(workers: int, advice: str) -> str:
     kind, found = jax.default_backend(), len(jax.devices())
-    return f"mesh.data = {workers} needs {workers} devices, this machine shows {found} ({kind}). {advice}"
+    return f"mesh.data = {workers} needs {workers} devices, this process has {found} ({kind}). {advice}"
 
 
 def make_mesh(workers: int, axis_name: str = AXIS_NAME) -> Mesh:

@@ -28,15 +28,15 @@ def demo() -> Config:
     cores.
     """
     return Config(
-        run=RunConfig(name="demo", steps=400),
+        run=RunConfig(name="demo", steps=1200),
         model=ModelConfig(preset="demo"),
-        data=DataConfig(global_batch=16, length=128),
+        data=DataConfig(global_batch=8, length=128),
         optimizer=OptimizerConfig(density=0.1, staleness_power=1.0, density_warmup_fraction=0.1),
         schedule=ScheduleConfig(learning_rate=3e-3, end_learning_rate=3e-4, warmup_fraction=0.05),
-        mesh=MeshConfig(data=8),
-        eval=EvalConfig(every=100, batches=8, final_batches=32),
-        checkpoint=CheckpointConfig(every=200),
-        log=LogConfig(every=10),
+        mesh=MeshConfig(data=8, platform="cpu"),
+        eval=EvalConfig(every=200, batches=16, final_batches=64),
+        checkpoint=CheckpointConfig(every=400),
+        log=LogConfig(every=20),
     )
 
 
@@ -48,7 +48,7 @@ def tiny() -> Config:
         data=DataConfig(global_batch=8, length=32),
         optimizer=OptimizerConfig(density=0.1),
         schedule=ScheduleConfig(learning_rate=3e-3, end_learning_rate=3e-4, warmup_fraction=0.1),
-        mesh=MeshConfig(data=4),
+        mesh=MeshConfig(data=4, platform="cpu"),
         eval=EvalConfig(every=10, batches=2, final_batches=2),
         checkpoint=CheckpointConfig(every=10),
         log=LogConfig(every=5),
@@ -107,7 +107,7 @@ def _large(
         data=data,
         optimizer=optimizer,
         schedule=schedule,
-        mesh=MeshConfig(data=8),
+        mesh=MeshConfig(data=8, platform="cpu"),
         eval=EvalConfig(every=1000, batches=32, final_batches=0),
         checkpoint=CheckpointConfig(every=1000, keep=3),
         log=LogConfig(every=20),

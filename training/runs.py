@@ -24,8 +24,13 @@ def new_folder(config: Config) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
     else:
         folder = _numbered(config.run.name)
-    config.save(folder / CONFIG_FILE)
+    save_config(config, folder)
     return folder
+
+
+def save_config(config: Config, folder: Path) -> None:
+    """Writes config.json; the run's folder is where the file is, so the file does not name it."""
+    dataclasses.replace(config, run=dataclasses.replace(config.run, folder="")).save(folder / CONFIG_FILE)
 
 
 def _numbered(name: str) -> Path:

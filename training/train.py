@@ -97,13 +97,6 @@ def start(setup: Setup) -> State:
     not fit.
     """
     config = setup.config
-    params = models.init_params(setup.model, config.run.seed)
-    params = jax.device_put(params, NamedSharding(setup.mesh, PartitionSpec()))
-    if config.checkpoint.parameters_from:
-        source = Path(config.checkpoint.parameters_from)
-        runs.load_config(source)  # a clear error where this is no run
-        with Checkpoints(source) as checkpoints:
-            params = checkpoints.restore_params(params, config)
     loader = make_loader(
         setup.data.train,
         global_batch=config.data.global_batch,
@@ -114,16 +107,43 @@ def start(setup: Setup) -> State:
         process_index=jax.process_index(),
         process_count=jax.process_count(),
     )
+    params = models.init_params(setup.model, config.run.seed)
+    params = jax.device_put(params, NamedSharding(setup.mesh, PartitionSpec()))
+    if config.checkpoint.parameters_from:
+        source = Path(config.checkpoint.parameters_from)
+        runs.load_config(source)  # a clear error where this is no run
+        with Checkpoints(source) as checkpoints:
+            params = checkpoints.restore_params(params, config)
     totals = {"bytes_sent": 0.0, "dense_bytes": 0.0, "secs": 0.0}
     return State(0, params, setup.step.init(params), loader, totals)
 
 
 def restore(setup: Setup, checkpoints: Checkpoints) -> State:
-    """The state of the newest checkpoint."""
+    """The state of the newest checkpoint; one that does not fit is refused before anything is allocated."""
+    like = abstract_state(setup)
+    checkpoints.check(*like, setup.config)
     fresh = start(dataclasses.replace(setup, config=_without_source(setup.config)))
-    found = checkpoints.restore(fresh.params, fresh.opt_state, setup.config)
+    fresh.params = fresh.opt_state = None  # free their memory before the saved ones are read
+    found = checkpoints.restore(*like, setup.config)
     fresh.loader.set_state(found.data_state)
     return State(found.step, found.params, found.opt_state, fresh.loader, dict(found.totals))
+
+
+def abstract_state(setup: Setup) -> tuple[Any, Any]:
+    """Shapes and shardings of parameters and optimizer state."""
+    mesh, tx, replicated = setup.mesh, setup.step.tx, PartitionSpec()
+
+    def init(specs: Any) -> Any:
+        mapped = jax.shard_map(tx.init, mesh=mesh, in_specs=replicated, out_specs=specs, check_vma=False)
+        return jax.eval_shape(mapped, params)
+
+    def with_sharding(leaf: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
+
+    params = models.abstract_params(setup.model)
+    specs = scape_jax.state_specs(init(replicated), AXIS_NAME)  # which leaves have an axis of workers
+    opt_state = jax.tree.map(with_sharding, init(specs), specs)
+    return jax.tree.map(lambda leaf: with_sharding(leaf, replicated), params), opt_state
 
 
 def _without_source(config: Config) -> Config:
@@ -160,6 +180,10 @@ def train(setup: Setup, folder: Path, *, resume: bool = False, out: TextIO | Non
         state = restore(setup, checkpoints) if resume else start(setup)
         stack.callback(state.loader.close)
         earlier_secs = state.totals["secs"]
+        if resume:
+            runs.save_config(
+                config, folder
+            )  # only once the checkpoint was found to fit: some settings may be new
         writer = stack.enter_context(
             MetricsWriter(folder, start_step=state.step, tensorboard=config.log.tensorboard)
         )
@@ -170,7 +194,7 @@ def train(setup: Setup, folder: Path, *, resume: bool = False, out: TextIO | Non
                 lambda: progress.console.show_cursor(True),
             )
         )
-        progress.note(startup_text(setup, folder, state.step))
+        progress.note(startup_text(setup, folder, state.step) + "\ncompiling the step ...")
         log = RunLog(writer, progress, tokens_per_step=config.tokens_per_step, schedule=setup.schedule)
 
         while state.step < total and stop.received is None:

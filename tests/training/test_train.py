@@ -27,7 +27,7 @@ from training.evaluate import place
 from training.mesh import AXIS_NAME, make_mesh
 from training.optimizers import decay_mask, make_optimizer
 from training.schedules import make_schedule
-from training.train import build, restore, start, train
+from training.train import abstract_state, build, restore, start, train
 
 
 @pytest.fixture(scope="module")
@@ -48,9 +48,8 @@ def go_on(setup, folder, *, resume=True):
 
 
 def saved_state(setup, folder, step):
-    fresh = start(setup)
     with Checkpoints(folder) as checkpoints:
-        return checkpoints.restore(fresh.params, fresh.opt_state, setup.config, step)
+        return checkpoints.restore(*abstract_state(setup), setup.config, step)
 
 
 def leaves(folder, step):
@@ -88,7 +87,7 @@ def test_run_leaves_everything_that_is_promised(whole):
     folder, summary = whole.folder, whole.outcome.summary
     assert whole.outcome.exit_code == 0 and whole.outcome.step == 10
     saved = settings.dotted(settings.Config.load(folder / "config.json"))
-    assert saved == settings.dotted(whole.setup.config) | {"run.folder": str(folder)}
+    assert saved == settings.dotted(whole.setup.config)
     logged = [r for r in whole.records if "loss" in r]
     assert [r["step"] for r in logged] == list(range(1, 11))
     assert set(logged[0]) == {
@@ -216,6 +215,15 @@ def test_other_optimizer_may_start_from_the_parameters(whole):
     state = start(build(settings.update(whole.setup.config, changes)))
     helpers.assert_bit_equal(state.params, saved_state(whole.setup, whole.folder, 10).params)
     assert state.step == 0
+
+
+def test_abstract_state_is_that_of_a_real_one(whole):
+    state = start(whole.setup)
+    for got, want in zip(abstract_state(whole.setup), (state.params, state.opt_state), strict=True):
+        jax.tree.map(lambda a, b: None, got, want)  # one structure
+        for abstract, real in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            assert (abstract.shape, abstract.dtype) == (real.shape, real.dtype)
+            assert abstract.sharding.is_equivalent_to(real.sharding, real.ndim)
 
 
 @pytest.mark.parametrize("name", ["scape", "adams", "adamw", "topk_adamw", "topk_adams"])
