@@ -53,14 +53,16 @@ class Settings:
     """Optimizer steps of every method."""
     methods: tuple[str, ...] = tuple(METHODS)
     """Which methods to run."""
-    workers: int = 8
+    workers: int = 4
     """Virtual workers."""
     learning_rate: float = 3e-3
     """Peak; warm-up over 5 % of the steps, then a cosine to a tenth of it."""
     density_warmup_fraction: float = 0.1
     """Part of the run in which SCAPE's density falls from 1 to its value."""
     n_layers: int = 2
-    """Decoder layers of width 128."""
+    """Decoder layers."""
+    width: int = 64
+    """Width of the residual stream; heads of 32, feed-forward of 2.75 times the width."""
     seed: int = 0
     """Of the parameters and the data."""
 
@@ -77,7 +79,14 @@ def configuration(settings: Settings, method: str) -> Config:
         run=dataclasses.replace(
             base.run, name=method, folder=str(folder), steps=settings.steps, seed=settings.seed
         ),
-        model=dataclasses.replace(base.model, n_layers=settings.n_layers),
+        model=dataclasses.replace(
+            base.model,
+            n_layers=settings.n_layers,
+            width=settings.width,
+            n_heads=settings.width // 32,
+            n_kv_heads=max(1, settings.width // 64),
+            ff_width=settings.width * 11 // 4,
+        ),
         optimizer=optimizer,
         schedule=dataclasses.replace(
             base.schedule, learning_rate=settings.learning_rate, end_learning_rate=settings.learning_rate / 10
