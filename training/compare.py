@@ -99,7 +99,9 @@ def figure(runs: Sequence[RunResults]) -> Figure:
     by_bytes.set(title="validation loss for bytes sent per worker", xlabel="bytes")
     if anything_sent:
         by_bytes.set_xscale("log")
-    by_bytes.xaxis.set_major_formatter(EngFormatter(unit="B"))  # after the scale, which brings its own
+    for set_formatter in (by_bytes.xaxis.set_major_formatter, by_bytes.xaxis.set_minor_formatter):
+        set_formatter(EngFormatter(unit="B"))  # after the scale, which brings its own
+    by_bytes.tick_params(axis="x", which="both", labelrotation=30)
     for axes in (by_step, validation, by_bytes):
         axes.grid(alpha=0.3)
     drawing.legend(loc="outside lower center", ncols=min(4, len(runs)))

@@ -169,4 +169,11 @@ def open_data(config: Config) -> Data:
             f"{train.path} "
             f"and {validation.tokenizer_name!r} in {validation.path}. Make both again with one."
         )
+    vocabulary = config.model.build().vocab_size
+    if train.vocab_size > vocabulary:
+        raise ValueError(
+            f"the model's vocabulary must cover that of the tokens, got {vocabulary} ids in the model and "
+            f"{train.vocab_size} in {train.path} (tokenizer {train.tokenizer_name!r}). Set --model.vocab_size "
+            f"{train.vocab_size}, or use tokens made for this model."
+        )
     return data

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+from training.checkpoint import CHECKPOINT_FOLDER
 from training.config import Config
 from training.report import CONFIG_FILE
 
@@ -45,11 +46,13 @@ def _numbered(name: str) -> Path:
 
 
 def latest() -> Path:
-    """The folder in runs/ that was written last."""
-    found = sorted(ROOT.glob(f"*/{CONFIG_FILE}"), key=lambda path: path.stat().st_mtime)
+    """The folder in runs/ whose newest checkpoint was written last."""
+    found = sorted(ROOT.glob(f"*/{CHECKPOINT_FOLDER}/[0-9]*"), key=lambda path: path.stat().st_mtime)
     if not found:
-        raise ValueError(f"--resume needs a run, got none in {ROOT}/. Name its folder: --resume FOLDER.")
-    return found[-1].parent
+        raise ValueError(
+            f"--resume needs a run with a checkpoint, got none in {ROOT}/. Name its folder: --resume FOLDER."
+        )
+    return found[-1].parents[1]
 
 
 def load_config(folder: str | Path) -> Config:

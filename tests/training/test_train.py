@@ -8,6 +8,7 @@ import dataclasses
 import io
 import json
 import math
+import os
 import shutil
 
 import jax
@@ -345,7 +346,7 @@ def test_one_worker_sends_nothing(corpus, tmp_path):
 
 def test_vocabulary_too_small_for_the_data(corpus):
     with pytest.raises(ValueError, match=r"vocabulary must cover .* got 50 ids in the model and 61"):
-        start(build(tiny(corpus, model__vocab_size=50)))
+        build(tiny(corpus, model__vocab_size=50))
 
 
 def test_training_and_validation_of_two_tokenizers(tmp_path):
@@ -369,9 +370,20 @@ def test_folders_are_numbered(tmp_path, monkeypatch):
     assert runs.load_config("runs/tiny-2").run.folder == "runs/tiny-2"
 
 
+def test_newest_run_is_the_one_saved_last(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for number, name in enumerate(
+        ["a/checkpoints/10", "b/checkpoints/5", "a/checkpoints/20", "c/checkpoints"]
+    ):
+        folder = tmp_path / "runs" / name
+        folder.mkdir(parents=True)
+        os.utime(folder, (number, number))
+    assert str(runs.latest()) == "runs/a"
+
+
 def test_nothing_to_resume(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match=r"needs a run, got none"):
+    with pytest.raises(ValueError, match="needs a run with a checkpoint, got none"):
         runs.latest()
     with pytest.raises(ValueError, match=r"must hold config.json"):
         runs.load_config(tmp_path)
