@@ -198,6 +198,10 @@ def _scape(opts: ScapeOptions, learning_rate: Any, weight_decay: Any, weight_dec
 
         def emit(i, kept, u, ok):
             x = theta[i].astype(jnp.float32)
+            if kept.at is None:  # the very operations of the dense optimizers
+                return jnp.where(
+                    ok, x - eta * (u.reshape(x.shape) + (0.0 if lam is None else lam[i] * x)), x
+                ).astype(theta[i].dtype)
             decayed = x if lam is None else jnp.where(ok, x - (eta * lam[i]) * x, x)
             return kept.add(decayed, jnp.where(ok, -eta * u, -0.0)).astype(theta[i].dtype)
 

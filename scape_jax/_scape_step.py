@@ -200,7 +200,7 @@ class ScapeStep:
             payload.append(g)
 
         ghats, bad, loss = ex.all_reduce_mean(
-            payload, nonfinite, loss, opts.axis_name, self.num_workers, opts.payload_dtype
+            payload, nonfinite, loss, opts.axis_name, self.num_workers, opts.payload_dtype, bundle=index > 0
         )
         stats, ok = ex.judge(ghats, bad, loss, stats, opts.clip_norm, opts.skip_nonfinite)
         # The buffers are overwritten in place, after everything else has read them.

@@ -171,8 +171,8 @@ def collective_operand_bytes(fn: Callable, *args: Any, level: int | None = None)
     Args:
       fn: a function that holds shard_map'ped collectives, e.g. one update.
       *args: its arguments or their ShapeDtypeStructs.
-      level: which branch of a multi-way conditional with collectives to count; None: the last one. A two-way
-        conditional that holds a collective in one branch counts that branch.
+      level: which branch to count of a conditional with an all-reduce in each, None: the last one. Of a conditional
+        with collectives in one branch only, that branch counts.
 
     Returns:
       {"all_reduce": bytes, "all_gather": bytes, "num_all_reduce": count, "num_all_gather": count}.
@@ -206,16 +206,10 @@ def _walk(jaxpr: Any, found: dict[str, int], times: int, level: int | None) -> N
             for branch in eqn.params["branches"]:
                 counts.append(dict.fromkeys(found, 0))
                 _walk(branch.jaxpr, counts[-1], times, level)
-            if len(counts) > 2 and level is not None:
-                chosen = counts[level]
-            elif len(counts) > 2:
-                chosen = counts[-1]
-            elif level is not None and all(c["num_all_reduce"] for c in counts):
-                chosen = counts[level]
-            else:
-                chosen = max(
-                    counts, key=lambda c: (c["num_all_reduce"] + c["num_all_gather"], counts.index(c))
-                )
+            if all(c["num_all_reduce"] for c in counts):  # the choice of the density level
+                chosen = counts[-1 if level is None else level]
+            else:  # gather or keep
+                chosen = max(counts, key=lambda c: c["num_all_reduce"] + c["num_all_gather"])
             for key, n in chosen.items():
                 found[key] += n
         else:
