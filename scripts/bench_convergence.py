@@ -25,6 +25,7 @@ from training.mesh import prepare_devices
 from training.presets import PRESETS
 from training.train import build, train
 
+LENGTH = 128
 METHODS: dict[str, OptimizerConfig] = {
     "adamw": OptimizerConfig(name="adamw"),
     "adams": OptimizerConfig(name="adams"),
@@ -55,6 +56,8 @@ class Settings:
     """Which methods to run."""
     workers: int = 4
     """Virtual workers."""
+    global_batch: int = 16
+    """Sequences of 128 bytes per step, all workers together."""
     learning_rate: float = 3e-3
     """Peak; warm-up over 5 % of the steps, then a cosine to a tenth of it."""
     density_warmup_fraction: float = 0.1
@@ -87,6 +90,7 @@ def configuration(settings: Settings, method: str) -> Config:
             n_kv_heads=max(1, settings.width // 64),
             ff_width=settings.width * 11 // 4,
         ),
+        data=dataclasses.replace(base.data, global_batch=settings.global_batch, length=LENGTH),
         optimizer=optimizer,
         schedule=dataclasses.replace(
             base.schedule, learning_rate=settings.learning_rate, end_learning_rate=settings.learning_rate / 10
@@ -134,8 +138,9 @@ def write_table(settings: Settings) -> str:
         )
     any_summary = next(iter(summaries.values()))
     head = (
-        f"{any_summary['parameters']:,} parameters, {settings.workers} workers, {settings.steps} steps of 2,048 bytes of "
-        f"text, learning rate {settings.learning_rate:g} (the same for all), seed {settings.seed}. "
+        f"{any_summary['parameters']:,} parameters, {settings.workers} workers, {settings.steps} steps of "
+        f"{settings.global_batch * LENGTH:,} bytes of text, learning rate {settings.learning_rate:g} (the same for "
+        f"all), seed {settings.seed}. "
         f"Losses in nats per byte; Python {platform.python_version()}, JAX {jax.__version__}.\n\n"
         f"    python scripts/bench_convergence.py {' '.join(sys.argv[1:])}\n\n"
     )
