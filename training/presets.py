@@ -28,7 +28,7 @@ def demo() -> Config:
     cores.
     """
     return Config(
-        run=RunConfig(name="demo", steps=1200),
+        run=RunConfig(name="demo", steps=1000),
         model=ModelConfig(preset="demo"),
         data=DataConfig(global_batch=8, length=128),
         optimizer=OptimizerConfig(density=0.1, staleness_power=1.0, density_warmup_fraction=0.1),

@@ -36,10 +36,10 @@ def loss_of(held_out, params, workers, global_batch, **options):
 def test_every_token_but_the_first_counts_once(held_out, params):
     """Against one window after the other, with the tail of 500 - 31 * 16 tokens as a window of its own."""
     tokens = held_out.read_windows(np.zeros(1, np.int64), len(held_out))[0]
-    total = 0.0
+    apply, total = jax.jit(models.apply, static_argnums=0), 0.0
     for first in range(0, len(tokens) - 1, LENGTH):
         window = tokens[None, first : first + LENGTH + 1]
-        logits = models.apply(MODEL, params, window[:, :-1])
+        logits = apply(MODEL, params, window[:, :-1])
         total += float(models.token_losses(logits, window[:, 1:]).sum())
     found = loss_of(held_out, params, workers=4, global_batch=8)
     assert found.tokens == len(tokens) - 1 == 499
