@@ -41,6 +41,9 @@ METHODS: dict[str, OptimizerConfig] = {
         for density in (0.1, 0.01)
         for power in (0.0, 1.0)
     },
+    "scape_d0.1_stale1_embed": OptimizerConfig(
+        name="scape", density=0.1, staleness_power=1.0, dense=("norm", "bias", "scale", "embed")
+    ),
 }
 
 
