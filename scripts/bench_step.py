@@ -1,7 +1,7 @@
 """Time of one optimizer update against optax.adamw on the same arrays, in one process, on one device.
 
     JAX_PLATFORMS=cpu python scripts/bench_step.py
-    JAX_PLATFORMS=cpu python scripts/bench_step.py --million 5 --repeats 10
+    JAX_PLATFORMS=cpu python scripts/bench_step.py --million 25 --repeats 5
 
 The update is what ONE worker of `--workers` does: it selects in its own share of the rows, and the collectives are
 replaced by local copies of the size they deliver, so that nothing but the update is timed. Methods take turns, and each
@@ -120,6 +120,11 @@ def one_update(
 
 
 def main(settings: Settings) -> dict[str, Any]:
+    if settings.million < 25 or settings.repeats < 1 or settings.workers < 1:
+        raise SystemExit(
+            "million must be at least 25, repeats and workers at least 1; got "
+            f"{settings.million:g}, {settings.repeats}, {settings.workers}."
+        )
     params = llama_like(settings.million)
     size = sum(p.size for p in params.values())
     key = jax.random.key(1)

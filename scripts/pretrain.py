@@ -18,8 +18,21 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from pathlib import Path
+
+
+def _leave(number: int, frame: object) -> None:
+    """Ends the process at once: outside the training loop there is nothing to save."""
+    print("\nstopped outside the training loop; nothing more was saved", file=sys.stderr, flush=True)
+    os._exit(128 + number)
+
+
+if __name__ == "__main__":
+    # Before the imports, which take seconds; an exception there, or inside JAX's start, would end in a traceback.
+    for _number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(_number, _leave)
 
 import tyro
 from rich.console import Console
@@ -83,14 +96,11 @@ def main(arguments: list[str] | None = None) -> int:
         setup = build(config)
         folder = resumed or runs.new_folder(config)
         outcome = train(setup, folder, resume=resumed is not None)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         if os.environ.get("SCAPE_TRACEBACK"):
             raise
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:  # before the loop began: there is nothing to save yet
-        print("interrupted before the first step; nothing was saved", file=sys.stderr)
-        return 130
     if outcome.summary is not None:
         show_summary(outcome, Console())
     return outcome.exit_code

@@ -108,7 +108,7 @@ class Checkpoints:
     def read_meta(self, step: int | None = None) -> dict[str, Any]:
         """The JSON item of a checkpoint: step, config, leaves, data, totals."""
         step = self._step(step)
-        return self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"]
+        return self._readable(step, ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"]
 
     def wait(self) -> None:
         """Returns once everything saved is on disk."""
@@ -143,8 +143,24 @@ class Checkpoints:
             for name, leaves in wanted.items()
         }
         items = {name: ocp.args.StandardRestore(leaves) for name, leaves in abstract.items()}
-        found = self._manager.restore(step, args=ocp.args.Composite(**items))
+        found = self._readable(step, ocp.args.Composite(**items))
         return {name: found[name] for name in items}
+
+    def _readable(self, step: int, args: Any) -> Any:
+        """What orbax reads, or one clear error: its own name files deep inside a checkpoint."""
+        try:
+            return self._manager.restore(step, args=args)
+        except Exception as error:  # whatever a damaged file makes the layers below raise
+            others = sorted(set(self._manager.all_steps()) - {step})
+            advice = (
+                f"Move that folder away to go on from step {others[-1]}."
+                if others
+                else "There is no other one."
+            )
+            raise ValueError(
+                f"the checkpoint in {self.folder / str(step)} must be whole, but it cannot be read "
+                f"(nothing was loaded): {str(error).splitlines()[0][:300]}. {advice}"
+            ) from error
 
     def _check_leaves(
         self, step: int, meta: Mapping[str, Any], wanted: Mapping[str, Mapping[str, Any]], config: Config

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter
+from matplotlib.ticker import EngFormatter, NullFormatter
 
 from training import metrics
 from training.progress import amount, quantity
@@ -99,6 +99,7 @@ def figure(runs: Sequence[RunResults]) -> Figure:
     by_bytes.set(title="validation loss for bytes sent per worker", xlabel="bytes")
     if anything_sent:
         by_bytes.set_xscale("log")
+        by_bytes.xaxis.set_minor_formatter(NullFormatter())  # a narrow range would label every tick
     for set_formatter in (by_bytes.xaxis.set_major_formatter, by_bytes.xaxis.set_minor_formatter):
         set_formatter(EngFormatter(unit="B"))  # after the scale, which brings its own
     by_bytes.tick_params(axis="x", which="both", labelrotation=30)

@@ -12,13 +12,14 @@ import jax
 from jax.sharding import AxisType, Mesh
 
 AXIS_NAME = "data"
+_MOST_VIRTUAL = 1024  # each has threads of its own; beyond this the process stands still before it fails
 
 
 def prepare_devices(workers: int, platform: Literal["auto", "cpu", "gpu"] = "auto") -> None:
     """Makes sure that `workers` devices of the platform exist, as virtual ones on a CPU."""
     if platform == "cpu":  # "gpu" needs no word to JAX: it is what it takes where it finds one
         jax.config.update("jax_platforms", "cpu")
-    if jax.config.jax_num_cpu_devices < workers:
+    if jax.config.jax_num_cpu_devices < workers <= _MOST_VIRTUAL:
         try:
             jax.config.update("jax_num_cpu_devices", workers)
         except RuntimeError:  # JAX is already running: whether that matters depends on what it found
@@ -33,7 +34,7 @@ def prepare_devices(workers: int, platform: Literal["auto", "cpu", "gpu"] = "aut
             f"mesh.platform = {platform}, but JAX runs on {kind}. {advice} --mesh.platform {kind}."
         )
     if found < workers:
-        advice = f"Use --mesh.data {found}, or --mesh.platform cpu for virtual workers."
+        advice = f"Use --mesh.data {found}, or --mesh.platform cpu for up to {_MOST_VIRTUAL} virtual workers."
         raise ValueError(_too_few(workers, advice))
 
 

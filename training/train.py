@@ -177,8 +177,18 @@ def train(setup: Setup, folder: Path, *, resume: bool = False, out: TextIO | Non
     total, evaluate_every, save_every = config.run.steps, config.eval.every, config.checkpoint.every
     with contextlib.ExitStack() as stack:
         checkpoints = stack.enter_context(Checkpoints(folder, keep=config.checkpoint.keep))
-        state = restore(setup, checkpoints) if resume else start(setup)
+        # A run that was stopped before its first checkpoint has nothing to go on from: it starts anew.
+        going_on = resume and checkpoints.latest() is not None
+        state = restore(setup, checkpoints) if going_on else start(setup)
         stack.callback(state.loader.close)
+        if state.step > total:
+            raise ValueError(
+                f"run.steps must be at least the {state.step} steps that the run has taken, got {total}. "
+                "Use a larger --run.steps to go on."
+            )
+        if state.step == total and (folder / report.SUMMARY_FILE).exists():
+            print(f"{folder} is finished at step {total}; a larger --run.steps goes on with it.", file=out)
+            return Outcome(folder, total, json.loads((folder / report.SUMMARY_FILE).read_text()), 0)
         earlier_secs = state.totals["secs"]
         if resume:
             runs.save_config(
