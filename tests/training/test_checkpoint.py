@@ -182,6 +182,21 @@ def test_parameters_alone_for_another_optimizer(tmp_path):
     assert all(leaf.sharding.mesh == smaller for leaf in jax.tree.leaves(found))
 
 
+def test_damaged_checkpoint_is_one_clear_error(tmp_path):
+    """A file overwritten in the middle: the error names the folder and the checkpoint to go on from."""
+    params, opt_state = make_state(helpers.make_mesh(4))
+    save(tmp_path, 5, params, opt_state)
+    save(tmp_path, 10, params, opt_state)
+    for file in (tmp_path / "checkpoints" / "10" / "params").rglob("*"):
+        if file.is_file():
+            file.write_bytes(b"damaged" * (1 + file.stat().st_size // 7))
+    with (
+        Checkpoints(tmp_path) as checkpoints,
+        pytest.raises(ValueError, match=r"checkpoints/10 must be whole.*go on from step 5"),
+    ):
+        checkpoints.restore(params, opt_state, CONFIG)
+
+
 def test_paths_are_readable_and_reversible():
     tree = (Buffers(1, {"a": {"b": 2}}, 3), [4])
     assert by_path(tree) == {"0/count": 1, "0/h/a/b": 2, "0/mask": 3, "1/0": 4}
