@@ -61,7 +61,7 @@ class Settings:
     """Virtual workers."""
     global_batch: int = 16
     """Sequences of 128 bytes per step, all workers together."""
-    learning_rate: float = 3e-3
+    learning_rate: float = 1e-3
     """Peak; warm-up over 5 % of the steps, then a cosine to a tenth of it."""
     density_warmup_fraction: float = 0.1
     """Part of the run in which SCAPE's density falls from 1 to its value."""

@@ -32,7 +32,7 @@ def demo() -> Config:
         model=ModelConfig(preset="demo"),
         data=DataConfig(global_batch=8, length=128),
         optimizer=OptimizerConfig(density=0.1, staleness_power=1.0, density_warmup_fraction=0.1),
-        schedule=ScheduleConfig(learning_rate=3e-3, end_learning_rate=3e-4, warmup_fraction=0.05),
+        schedule=ScheduleConfig(learning_rate=1e-3, end_learning_rate=1e-4, warmup_fraction=0.05),
         mesh=MeshConfig(data=8, platform="cpu"),
         eval=EvalConfig(every=200, batches=16, final_batches=64),
         checkpoint=CheckpointConfig(every=400),
