@@ -91,7 +91,7 @@ def all_reduce_gradients(
         ex.check_local(updates, axis_name, num_workers)
         leaves, treedef = jax.tree.flatten(updates)
         grads = [g.astype(jnp.float32) for g in leaves]
-        nonfinite, value = _control(grads, nonfinite, value, skip_nonfinite)
+        nonfinite, value = ex.control_numbers(grads, nonfinite, value, skip_nonfinite)
         means, bad, loss = ex.all_reduce_mean(grads, nonfinite, value, axis_name, num_workers, payload_dtype)
         means, stats, _ = _clipped(means, bad, loss, state.stats, clip_norm, skip_nonfinite)
         dtypes = output_dtypes(leaves, treedef, params)
@@ -100,13 +100,6 @@ def all_reduce_gradients(
         )
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _control(grads, nonfinite, value, skip_nonfinite):
-    zero = jnp.zeros((), jnp.float32)
-    if nonfinite is None:
-        nonfinite = ex.any_nonfinite(grads) if skip_nonfinite else zero
-    return nonfinite, zero if value is None else value
 
 
 def topk_gradients(
@@ -155,7 +148,7 @@ def topk_gradients(
         layouts, treedef = leaf_layouts(updates, num_workers=1, **layout_arguments)
         leaves = jax.tree.leaves(updates)
         grads = [g.astype(jnp.float32).reshape(-1) for g in leaves]
-        nonfinite, value = _control(grads, nonfinite, value, skip_nonfinite)
+        nonfinite, value = ex.control_numbers(grads, nonfinite, value, skip_nonfinite)
         residual = treedef.flatten_up_to(state.residual)
 
         total, at, sent = [], [], []

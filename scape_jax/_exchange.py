@@ -86,6 +86,16 @@ def any_nonfinite(leaves: list[jax.Array]) -> jax.Array:
     return jnp.where(jnp.isfinite(total), 0.0, 1.0).astype(jnp.float32)
 
 
+def control_numbers(
+    grads: list[jax.Array], nonfinite: jax.Array | None, loss: jax.Array | None, skip_nonfinite: bool
+) -> tuple[jax.Array, jax.Array]:
+    """(non-finite flag, loss) of this worker, float32 (): what update() was given, else its own check, and 0."""
+    zero = jnp.zeros((), jnp.float32)
+    if nonfinite is None:
+        nonfinite = any_nonfinite(grads) if skip_nonfinite else zero
+    return nonfinite, zero if loss is None else loss
+
+
 def all_reduce_mean(
     payload: list[jax.Array],
     nonfinite: jax.Array,
@@ -159,10 +169,13 @@ def judge(
     return StepStats(loss, norm, clip_factor(norm, clip_norm), old.skipped + (~ok).astype(jnp.int32)), ok
 
 
+def _communicates(state: Any) -> bool:
+    return isinstance(getattr(state, "stats", None), StepStats)
+
+
 def communicating_states(opt_state: Any) -> list[Any]:
     """The states inside an optax state that belong to transformations which exchange gradients."""
-    is_comm = lambda x: isinstance(getattr(x, "stats", None), StepStats)  # noqa: E731
-    return [x for x in jax.tree.leaves(opt_state, is_leaf=is_comm) if is_comm(x)]
+    return [x for x in jax.tree.leaves(opt_state, is_leaf=_communicates) if _communicates(x)]
 
 
 def hold_on_skip(tx: optax.GradientTransformationExtraArgs) -> optax.GradientTransformationExtraArgs:
@@ -188,10 +201,9 @@ def step_was_taken(old_state: Any, new_state: Any) -> jax.Array:
 
 def keep_if(ok: jax.Array, new_state: Any, old_state: Any) -> Any:
     """`new_state` where ok, else `old_state`; states that exchange gradients have done so by themselves."""
-    is_comm = lambda x: isinstance(getattr(x, "stats", None), StepStats)  # noqa: E731
     return jax.tree.map(
-        lambda new, old: new if is_comm(new) else jnp.where(ok, new, old),
+        lambda new, old: new if _communicates(new) else jnp.where(ok, new, old),
         new_state,
         old_state,
-        is_leaf=is_comm,
+        is_leaf=_communicates,
     )

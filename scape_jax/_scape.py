@@ -117,12 +117,8 @@ def _step(
             strict=True,
         )
     ]
-    zero = jnp.zeros((), jnp.float32)
-    if nonfinite is None:
-        nonfinite = ex.any_nonfinite([leaf.g for leaf in leaves]) if opts.skip_nonfinite else zero
-    new = ScapeStep(opts, leaves, state.count, num_workers).run(
-        emit, nonfinite, zero if value is None else value, state.stats, level
-    )
+    nonfinite, value = ex.control_numbers([leaf.g for leaf in leaves], nonfinite, value, opts.skip_nonfinite)
+    new = ScapeStep(opts, leaves, state.count, num_workers).run(emit, nonfinite, value, state.stats, level)
 
     tree = treedef.unflatten
     new_state = ScaleByScapeState(
