@@ -12,13 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from scape_jax import _exchange as ex
+from scape_jax._batches import check_batch, loss_and_grads
 from scape_jax._checks import check_whole_number
-from scape_jax._layout import path_name
 from scape_jax._preflight import check_equal_on_workers, check_exchange
+from scape_jax._state_specs import state_specs
 from scape_jax._telemetry import telemetry
 from scape_jax._wire import (
     WireBytes,
@@ -28,30 +28,6 @@ from scape_jax._wire import (
     wire_bytes,
 )
 from scape_jax._worker_types import axes_of
-
-
-def state_specs(opt_state: Any, axis_name: ex.AxisName = "data") -> Any:
-    """PartitionSpecs for an optimizer state: per-worker fields are sharded over the worker axis, the rest is replicated.
-
-    Args:
-      opt_state: an optax state (arrays or ShapeDtypeStructs), of any nesting.
-      axis_name: the workers' mesh axis or axes.
-
-    Returns:
-      A tree of PartitionSpecs with the structure of `opt_state`.
-    """
-    per_worker = lambda x: bool(getattr(type(x), "per_worker", ()))  # noqa: E731
-
-    def specs(node):
-        if not per_worker(node):
-            return PartitionSpec()
-        fields = {}
-        for name, value in node._asdict().items():
-            spec = PartitionSpec(axis_name) if name in type(node).per_worker else PartitionSpec()
-            fields[name] = jax.tree.map(lambda _, spec=spec: spec, value)
-        return type(node)(**fields)
-
-    return jax.tree.map(specs, opt_state, is_leaf=per_worker)
 
 
 class TrainStep:
@@ -127,7 +103,7 @@ class TrainStep:
         Raises:
           ValueError: the batch does not divide, before anything is compiled.
         """
-        self._check_batch(batch)
+        check_batch(batch, self.num_workers, self.accumulate)
         params = self.place(params)
         if self._specs is None:
             self._prepare(params)
@@ -209,22 +185,6 @@ class TrainStep:
         check_exchange(update, like, state_like, specs, self.mesh, self.axis_name)
         self._specs, self._params_like, self._state_like = specs, like, state_like
 
-    def _check_batch(self, batch: Any) -> None:
-        parts = self.num_workers * self.accumulate
-        rows: dict[str, int] = {}
-        for path, leaf in jax.tree_util.tree_flatten_with_path(batch)[0]:
-            name, size = path_name(path), jnp.shape(leaf)[0] if jnp.ndim(leaf) else 0
-            if size == 0 or size % parts:
-                raise ValueError(
-                    f"the batch must be divisible by workers * accumulate = {self.num_workers} * {self.accumulate} = "
-                    f"{parts}, got {size} rows in {name!r}. Use a multiple of {parts}."
-                )
-            rows[name] = size
-        if len(set(rows.values())) > 1:
-            raise ValueError(
-                f"all leaves of a batch must have equally many rows, got {rows}. Cut or pad them."
-            )
-
     def _count(self, opt_state: Any) -> Any:
         for state in ex.communicating_states(opt_state):
             if hasattr(state, "count"):
@@ -254,7 +214,7 @@ class TrainStep:
 
     def _local_step(self, params: Any, opt_state: Any, batch: Any, *, level: int | None):
         """What one worker does; `params` replicated, `batch` this worker's part."""
-        loss, grads = self._loss_and_grads(params, batch)
+        loss, grads = loss_and_grads(self._loss_fn, params, batch, self.accumulate)
         bad = ex.any_nonfinite([g for g in jax.tree.leaves(grads)])
         extra: dict[str, Any] = {} if level is None else {"level": level}
         extra |= {"value": loss, "nonfinite": bad}
@@ -272,23 +232,6 @@ class TrainStep:
         if self._with_telemetry:
             metrics |= telemetry(new_state, self.axis_name)
         return new_params, new_state, metrics
-
-    def _loss_and_grads(self, params: Any, batch: Any) -> tuple[jax.Array, Any]:
-        """Mean loss and mean gradient over the micro-batches; clipping comes later, once, on the average."""
-        value_and_grad = jax.value_and_grad(self._loss_fn)
-        if self.accumulate == 1:
-            return value_and_grad(params, batch)
-        micro = jax.tree.map(lambda x: x.reshape(self.accumulate, -1, *x.shape[1:]), batch)
-
-        def add(total, part):
-            loss, grads = value_and_grad(params, part)
-            total_loss, total_grads = total
-            add32 = lambda a, b: a + b.astype(jnp.float32)  # noqa: E731
-            return (total_loss + loss.astype(jnp.float32), jax.tree.map(add32, total_grads, grads)), None
-
-        zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
-        (loss, grads), _ = lax.scan(add, (jnp.zeros((), jnp.float32), zeros), micro)
-        return loss / self.accumulate, jax.tree.map(lambda g: g / self.accumulate, grads)
 
 
 def make_train_step(

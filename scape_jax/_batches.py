@@ -1,0 +1,46 @@
+"""A worker's part of a batch: does it divide, and the mean loss and gradient over its micro-batches."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from scape_jax._layout import path_name
+
+
+def check_batch(batch: Any, num_workers: int, accumulate: int) -> None:
+    """Raises ValueError where the leading axes do not divide over workers and micro-batches, or differ."""
+    parts = num_workers * accumulate
+    rows: dict[str, int] = {}
+    for path, leaf in jax.tree_util.tree_flatten_with_path(batch)[0]:
+        name, size = path_name(path), jnp.shape(leaf)[0] if jnp.ndim(leaf) else 0
+        if size == 0 or size % parts:
+            raise ValueError(
+                f"the batch must be divisible by workers * accumulate = {num_workers} * {accumulate} = {parts}, got "
+                f"{size} rows in {name!r}. Use a multiple of {parts}."
+            )
+        rows[name] = size
+    if len(set(rows.values())) > 1:
+        raise ValueError(f"all leaves of a batch must have equally many rows, got {rows}. Cut or pad them.")
+
+
+def loss_and_grads(
+    loss_fn: Callable[[Any, Any], jax.Array], params: Any, batch: Any, accumulate: int
+) -> tuple[jax.Array, Any]:
+    """Mean loss and mean gradient over the micro-batches; clipping comes later, once, on the average."""
+    value_and_grad = jax.value_and_grad(loss_fn)
+    if accumulate == 1:
+        return value_and_grad(params, batch)
+    micro = jax.tree.map(lambda x: x.reshape(accumulate, -1, *x.shape[1:]), batch)
+
+    def add(total, part):
+        loss, grads = value_and_grad(params, part)
+        total_loss, total_grads = total
+        add32 = lambda a, b: a + b.astype(jnp.float32)  # noqa: E731
+        return (total_loss + loss.astype(jnp.float32), jax.tree.map(add32, total_grads, grads)), None
+
+    zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
+    (loss, grads), _ = lax.scan(add, (jnp.zeros((), jnp.float32), zeros), micro)
+    return loss / accumulate, jax.tree.map(lambda g: g / accumulate, grads)
