@@ -1,0 +1,160 @@
+"""Static communication graphs and the pool from which each round takes one. Source: GASLoC (arXiv 2606.11081).
+
+`lax.ppermute` takes static pairs, so a fresh random graph without a fresh compile means: a fixed pool, and an index that
+is a function of the seed and the round only. Every process computes it for itself, and so does a resumed run.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gasloc_jax._payload import Payload
+
+_MASK = 0xFFFFFFFF
+
+
+def hash32(x: Any) -> Any:
+    """A well-mixed 32-bit number from a Python int or a uint32 array: the same on every machine and in every version."""
+    constant = int if isinstance(x, int) else np.uint32
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+        x = ((x ^ (x >> shift)) * constant(factor)) & constant(_MASK)
+    return x ^ (x >> 16)
+
+
+def seeded_permutation(seed: int, number: int, size: int) -> np.ndarray:
+    """Permutation number `number` of 0..size-1 for this seed."""
+    start = hash32(hash32(seed & _MASK) ^ (number + 1))
+    return np.argsort([hash32(start ^ hash32(i + 1)) for i in range(size)], kind="stable")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Graph:
+    """Who sends to whom in one round, and how much a receiver takes of it.
+
+    Attributes:
+      messages: K tuples of (source, destination) pairs; in each a worker sends at most once and receives at most once.
+      receive_weights: float64 (K, W), weight of message k at its receiver, 0 where there is none.
+      self_weights: float64 (W,), weight of a worker's own value.
+    """
+
+    messages: tuple[tuple[tuple[int, int], ...], ...]
+    receive_weights: np.ndarray
+    self_weights: np.ndarray
+
+    def matrix(self) -> np.ndarray:
+        """The mixing matrix, float64 (W, W): z_i = sum_j matrix[i, j] y_j."""
+        matrix = np.diag(self.self_weights)
+        for pairs, weights in zip(self.messages, self.receive_weights, strict=True):
+            for source, destination in pairs:
+                matrix[destination, source] += weights[destination]
+        return matrix
+
+    def sends(self) -> np.ndarray:
+        """int (W,): messages that each worker sends."""
+        sources = [source for pairs in self.messages for source, _ in pairs]
+        return np.bincount(np.array(sources, np.int64), minlength=self.self_weights.size)
+
+
+def graph_of(matrix: np.ndarray) -> Graph:
+    """The graph of a mixing matrix, a message for each cyclic offset that has a weight; zero weights send nothing."""
+    size = matrix.shape[0]
+    messages, weights = [], []
+    for offset in range(1, size):
+        receive = np.array([matrix[i, (i - offset) % size] for i in range(size)])
+        if receive.any():
+            messages.append(tuple(((i - offset) % size, i) for i in range(size) if receive[i]))
+            weights.append(receive)
+    return Graph(tuple(messages), np.array(weights).reshape(len(messages), size), np.diag(matrix).copy())
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Pool:
+    """The graphs of a topology for W workers, made by `Topology.build`. Everything but `index` of a traced round is NumPy.
+
+    Attributes:
+      name: of the topology.
+      num_workers: W.
+      graphs: with equally many messages each.
+      seed: draws a graph uniformly in each round; None: they are taken in turn.
+      all_reduce: the one graph is the complete one, for which an all-reduce is cheaper than W - 1 messages.
+    """
+
+    name: str
+    num_workers: int
+    graphs: tuple[Graph, ...]
+    seed: int | None = None
+    all_reduce: bool = False
+
+    def index(self, round: Any) -> Any:
+        """Which graph is used in round 0, 1, ...: int for an int, traced int32 () for a traced int32 ()."""
+        if len(self.graphs) == 1:
+            return 0 if isinstance(round, int) else jnp.zeros((), jnp.int32)
+        number: Any = round if isinstance(round, int) else jnp.asarray(round).astype(jnp.uint32)
+        if self.seed is not None:
+            start = hash32(self.seed & _MASK)
+            number = hash32(number ^ (start if isinstance(round, int) else np.uint32(start)))
+        index = number % len(self.graphs)
+        return index if isinstance(round, int) else index.astype(jnp.int32)
+
+    def graph(self, round: int) -> Graph:
+        """The graph of a round."""
+        return self.graphs[self.index(int(round))]
+
+    def matrix(self, round: int) -> np.ndarray:
+        """The mixing matrix of a round, float64 (W, W)."""
+        return self.graph(round).matrix()
+
+    @functools.cached_property
+    def _gap(self) -> float:
+        if self.num_workers == 1:
+            return 1.0
+        squares = sum(m.T @ m for m in (graph.matrix() for graph in self.graphs)) / len(self.graphs)
+        # The mean over workers stays; what is left of everything else is its disagreement.
+        ones = np.full_like(squares, 1.0 / self.num_workers)
+        return float(1.0 - max(0.0, np.linalg.eigvalsh(squares - ones)[-1]))
+
+    def expected_gap(self) -> float:
+        """1 - lambda_2(E[W^T W]): the squared disagreement of the workers shrinks by 1 - gap a round, in expectation.
+
+        Computed from this pool. In closed form, for n workers: random pairs n / (2 (n - 1)) for even n and 1/2 for odd;
+        a uniformly random ring 2/3 + 2 / (3 (n - 1)); the complete graph 1. Of the fixed ring it falls as 1/n^2.
+        """
+        return self._gap
+
+    def rounds_to_halve(self) -> float:
+        """Rounds until the workers' distance from their mean is halved by mixing alone, at least 1."""
+        left = 1.0 - self._gap
+        if left <= 0.0:
+            return 1.0
+        return math.inf if left >= 1.0 - 1e-12 else max(1.0, 2.0 * math.log(2.0) / -math.log(left))
+
+    def bytes_per_round(self, num_entries: int, payload: Payload) -> int:
+        """Bytes that a worker sends in a round of `num_entries` parameters; that of the busiest worker."""
+        if self.num_workers == 1:
+            return 0
+        if self.all_reduce:
+            return payload.all_reduce_bytes(num_entries, self.num_workers)
+        messages = max(int(graph.sends().max(initial=0)) for graph in self.graphs)
+        return messages * payload.message_bytes(num_entries)
+
+    # Tables for the device: looked up by graph and worker, so that branches of a switch hold nothing but messages.
+
+    @property
+    def receive_table(self) -> jax.Array:
+        """float32 (G, K, W)."""
+        return jnp.asarray(np.stack([graph.receive_weights for graph in self.graphs]), jnp.float32)
+
+    @property
+    def self_table(self) -> jax.Array:
+        """float32 (G, W)."""
+        return jnp.asarray(np.stack([graph.self_weights for graph in self.graphs]), jnp.float32)
+
+    @property
+    def sends_table(self) -> jax.Array:
+        """bool (G, W): whether a worker sends anything."""
+        return jnp.asarray(np.stack([graph.sends() > 0 for graph in self.graphs]))

@@ -1,0 +1,361 @@
+"""Rounds of all workers as jitted programs under shard_map. Source: GASLoC (arXiv 2606.11081).
+
+Everything a worker owns is a global array with a leading axis W, sharded over the worker axis; the specs are made here.
+The number of local steps is another one on each worker (a loop with a trip count of its own), and the graph of a round is
+chosen on the device: one compile for the whole run.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from gasloc_jax._checks import check_floating, check_one_of, check_whole_number
+from gasloc_jax._fragments import Fragments, layers_are_stacked
+from gasloc_jax._inputs import check_batches, place, replicated, steps_of_workers
+from gasloc_jax._local_step import LocalStep
+from gasloc_jax._outer import OuterOptimizer
+from gasloc_jax._preflight import check_collectives, check_equal_on_workers
+from gasloc_jax._specs import batch_spec, state_specs
+from gasloc_jax._worker_round import RoundState, WorkerRound
+
+_WHOLE = PartitionSpec()
+
+
+class Round:
+    """A round of all workers; made by `make_round`."""
+
+    def __init__(self, worker: WorkerRound, mesh: Mesh, axis_name: str):
+        self.worker, self.mesh, self.axis_name = worker, mesh, axis_name
+        self.num_workers = int(mesh.shape[axis_name])
+        self.island_size = mesh.size // self.num_workers
+        self._over_workers = PartitionSpec(axis_name)
+        self._bytes: int | None = None
+        self._programs: dict[str, Any] = {}
+        self._readers: dict[str, Any] = {}
+        self._placed_steps: dict[tuple[int, ...], jax.Array] = {}
+
+    # Rounds -------------------------------------------------------------------------------------------------------
+
+    def init(self, params: Any) -> RoundState:
+        """Checks the parameters and makes the state of all workers, each worker's on its own devices.
+
+        Communicates 4 bytes per leaf and device.
+
+        Args:
+          params: one tree of floating-point arrays, the same on all processes.
+
+        Raises:
+          TypeError: a leaf is not floating-point.
+          ValueError: workers start from different parameters, or there are fewer layers than fragments.
+        """
+        self._check_params(params)
+        params = replicated(params, self.mesh)
+        check_equal_on_workers(params, self.mesh, self.axis_name)
+        specs = self.specs(jax.eval_shape(self._mapped(self.worker.init, _WHOLE, _WHOLE), params))
+        return jax.jit(self._mapped(self.worker.init, _WHOLE, specs))(params)
+
+    def __call__(
+        self, state: RoundState, batches: Any, local_steps: int | Sequence[int]
+    ) -> tuple[RoundState, dict[str, Any]]:
+        """One round. `state` is donated: use the returned one.
+
+        Args:
+          state: as returned by `init` or the previous round.
+          batches: a tree of arrays (W, H_max, batch, ...): step i of worker n takes [n, i], an island splits the batch
+            axis over its devices. Global jax.Arrays (see `batch_sharding`), or NumPy arrays that every process has whole.
+          local_steps: H, or a list of each worker's H_i; all processes must give the same.
+
+        Returns:
+          (state, metrics). Metrics are arrays (W,): the means of the step's own metrics over each worker's own steps,
+          local_steps, and skipped, 1 where this round's steps were dropped; and wire_bytes, a Python int.
+
+        Raises:
+          ValueError: fewer than 1 local steps, more than the batches hold, or not more than the delay; a list of another
+            length than W; batches that do not fit workers and islands. All before anything is compiled.
+        """
+        batches, steps = self.place(batches), self._steps(local_steps, batches)
+        return self._with_bytes(self._program("round", state, batches)(state, batches, steps))
+
+    def local(
+        self, state: RoundState, batches: Any, local_steps: int | Sequence[int]
+    ) -> tuple[RoundState, dict[str, Any]]:
+        """The local half of a round as a program of its own, so that a driver can time it; arguments as of the round.
+
+        It comes first without a delay, and second with one. Nothing is communicated between workers.
+        """
+        batches, steps = self.place(batches), self._steps(local_steps, batches)
+        # What only goes in is not donated: it has no output to turn into.
+        state, arrival = state._replace(arrival=None), state.arrival
+        return self._with_bytes(self._program("local", state, batches)(state, batches, steps, arrival))
+
+    def exchange(self, state: RoundState) -> RoundState:
+        """The exchanging half of a round as a program of its own; see `local`. Bytes: `wire_bytes`."""
+        anchor = None
+        if not self.worker.keeps_anchor:
+            state, anchor = state._replace(anchor=None), state.anchor
+        return self._program("exchange", state)(state, anchor)
+
+    # Data ---------------------------------------------------------------------------------------------------------
+
+    def place(self, batches: Any) -> Any:
+        """Host arrays as global arrays, each worker's part on its devices; jax.Arrays are left as they are.
+
+        Raises:
+          ValueError: they do not fit workers and islands.
+        """
+        check_batches(batches, self.num_workers, self.island_size)
+        sharding = self.batch_sharding
+        return jax.tree.map(lambda x: x if isinstance(x, jax.Array) else place(x, sharding), batches)
+
+    @property
+    def batch_sharding(self) -> NamedSharding:
+        """Where the leaves of `batches` lie, for `jax.make_array_from_process_local_data`."""
+        return NamedSharding(self.mesh, batch_spec(self.axis_name, self.worker.inner_axes))
+
+    # The model and its figures ------------------------------------------------------------------------------------
+
+    def mean_params(self, state: RoundState) -> Any:
+        """The mean over workers of their parameters, replicated: the model to evaluate or export.
+
+        Communicates one all-reduce of the parameters.
+        """
+
+        def mean(tree):
+            total = lax.psum(jax.tree.map(lambda x: x[0].astype(jnp.float32), tree), self.axis_name)
+            return jax.tree.map(lambda x, like: (x / self.num_workers).astype(like.dtype), total, tree)
+
+        return self._read("mean", mean, state.params)
+
+    def worker_params(self, state: RoundState, worker: int) -> Any:
+        """One worker's parameters, replicated. Communicates one all-reduce of the parameters.
+
+        Raises:
+          ValueError: there is no such worker.
+        """
+        if not 0 <= worker < self.num_workers:
+            raise ValueError(f"worker must be in 0..{self.num_workers - 1}, got {worker}. Count from 0.")
+
+        def pick(tree, worker):
+            mine = lax.axis_index(self.axis_name) == worker
+            return lax.psum(
+                jax.tree.map(lambda x: jnp.where(mine, x[0], 0).astype(x.dtype), tree), self.axis_name
+            )
+
+        return self._read("pick", pick, state.params, np.int32(worker))
+
+    def consensus_distance(self, state: RoundState) -> jax.Array:
+        """sqrt(mean_i |theta^i - mean|^2), float32 (): how far the workers are from their mean.
+
+        Communicates one all-reduce of the parameters.
+        """
+
+        def distance(tree):
+            total = jnp.zeros((), jnp.float32)
+            for x in jax.tree.leaves(tree):
+                x = x[0].astype(jnp.float32)
+                total += jnp.sum(jnp.square(x - lax.psum(x, self.axis_name) / self.num_workers))
+            return jnp.sqrt(lax.psum(total, self.axis_name) / self.num_workers)
+
+        return self._read("distance", distance, state.params)
+
+    def wire_bytes(self, params: Any) -> int:
+        """Bytes that one worker (all its devices together) sends in a round.
+
+        Args:
+          params: the parameters or their ShapeDtypeStructs, without the axis W.
+
+        Returns:
+          The closed form; 0 for an outer optimizer that was wrapped by optax and cannot tell.
+        """
+        if not isinstance(self.worker.outer, OuterOptimizer):
+            return 0
+        take = lambda tree: self.worker.fragments.take(tree, jnp.int32(0))  # noqa: E731
+        return self.worker.outer.bytes_per_round(jax.eval_shape(take, params), self.num_workers)
+
+    # Specs and programs -------------------------------------------------------------------------------------------
+
+    def specs(self, state: RoundState) -> RoundState:
+        """PartitionSpecs of a state, as a prefix of its tree."""
+        return state_specs(state, self.axis_name, self.worker.inner_axes, self.worker.fragments.count)
+
+    def abstract_state(self, params: Any) -> RoundState:
+        """The state's ShapeDtypeStructs with their shardings, for a checkpoint's restore; nothing is allocated."""
+        self._check_params(params)
+        like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), params)
+        specs = self.specs(jax.eval_shape(self._mapped(self.worker.init, _WHOLE, _WHOLE), like))
+        state = jax.eval_shape(self._mapped(self.worker.init, _WHOLE, specs), like)
+
+        def shard(spec, part):
+            sharding = NamedSharding(self.mesh, spec)
+            return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), part)
+
+        return jax.tree.map(shard, specs, state, is_leaf=lambda x: isinstance(x, PartitionSpec))
+
+    def _mapped(self, fn: Callable, in_specs: Any, out_specs: Any) -> Callable:
+        # check_vma=False: gradients stay those of the device, also where parameters are equal over an island.
+        return jax.shard_map(fn, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+    def _program(self, name: str, state: RoundState, batches: Any = None) -> Callable:
+        if name in self._programs:
+            return self._programs[name]
+        specs, own, worker = self.specs(state), self._over_workers, self.worker
+        fn: Callable
+        if name == "round":
+            fn = worker.round
+            in_specs, out_specs = (specs, self.batch_sharding.spec, own), (specs, own)
+        elif name == "local":
+            fn = lambda state, batches, steps, arrival: worker.local(  # noqa: E731
+                state._replace(arrival=arrival), batches, steps
+            )
+            in_specs, out_specs = (specs, self.batch_sharding.spec, own, own), (specs, own)
+        else:
+            fn = lambda state, anchor: worker.exchange(  # noqa: E731
+                state if worker.keeps_anchor else state._replace(anchor=anchor)
+            )
+            in_specs, out_specs = (specs, own), specs
+        jitted = jax.jit(self._mapped(fn, in_specs, out_specs), donate_argnums=0)
+
+        def first_call(*args):
+            inner_axes = () if name == "exchange" else worker.inner_axes
+            check_collectives(
+                jitted.trace(*args).jaxpr,
+                self.axis_name,
+                tuple(axis for axis in inner_axes if self.mesh.shape[axis] > 1),
+                exchanges=name != "local" and self._must_exchange(),
+            )
+            self._programs[name] = jitted
+            return jitted(*args)
+
+        return first_call
+
+    def _must_exchange(self) -> bool:
+        outer = self.worker.outer
+        if isinstance(outer, OuterOptimizer):
+            return self.num_workers > 1 and any(g.messages for g in outer.pool(self.num_workers).graphs)
+        return self.num_workers > 1
+
+    def _read(self, name: str, fn: Callable, params: Any, *args: Any) -> Any:
+        if name not in self._readers:
+            in_specs = (self._over_workers, *[_WHOLE] * len(args))
+            self._readers[name] = jax.jit(self._mapped(fn, in_specs, _WHOLE))
+        return self._readers[name](params, *args)
+
+    def _with_bytes(self, result: tuple[RoundState, dict]) -> tuple[RoundState, dict[str, Any]]:
+        state, metrics = result
+        if self._bytes is None:
+            like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), state.params)
+            self._bytes = self.wire_bytes(like)
+        return state, metrics | {"wire_bytes": self._bytes}
+
+    # What is given ------------------------------------------------------------------------------------------------
+
+    def _check_params(self, params: Any) -> None:
+        check_floating(params)
+        self.worker.fragments.check(params)
+
+    def _steps(self, local_steps: Any, batches: Any) -> jax.Array:
+        """int32 (W,) over the workers."""
+        steps = steps_of_workers(
+            local_steps,
+            num_workers=self.num_workers,
+            held=jnp.shape(jax.tree.leaves(batches)[0])[1],
+            delay=self.worker.delay,
+            wanted=getattr(self.worker.outer, "local_steps", None),
+        )
+        if steps not in self._placed_steps:
+            # Only the last ones are kept: numbers of steps that are adapted may take many values.
+            placed = place(np.array(steps, np.int32), NamedSharding(self.mesh, self._over_workers))
+            self._placed_steps = {steps: placed}
+        return self._placed_steps[steps]
+
+
+def make_round(
+    local_step: LocalStep,
+    outer: optax.GradientTransformation,
+    mesh: Mesh,
+    axis_name: str = "worker",
+    *,
+    fragments: int = 1,
+    stacked: Callable[[str], bool] = layers_are_stacked,
+    delay: int = 0,
+    drift_weight: Literal["uniform", "steps"] = "uniform",
+    reference_steps: int | None = None,
+) -> Round:
+    """Rounds of H_i local steps on each worker and one exchange, jitted once for the whole run.
+
+    Communicated per worker and round: what `outer` says for one fragment, see `Round.wire_bytes`; during the local steps
+    nothing, but over the devices of an island what the inner optimizer exchanges.
+
+    Args:
+      local_step: from `make_local_step`, or your own `LocalStep`.
+      outer: gasloc, nesterov_gossip or a baseline, built with the same axis_name; optax may wrap it.
+      mesh: has the axis; its other axes are the devices of one worker (an island), on which `local_step` may communicate.
+        `make_mesh` makes one.
+      axis_name: the workers' axis.
+      fragments: F; a round exchanges the F-th part of the model, dealt by layer, so that a round's bytes fall F-fold.
+      stacked: path -> whether the leaf's first axis is the layers. Default: below a part "layers" of the path.
+      delay: D; the exchange works on what the last round left and is applied after D local steps of the next one, so that
+        it can go on beside them. 0: at once.
+      drift_weight: "steps" multiplies a worker's drift by H_i / reference_steps; "uniform" leaves it.
+      reference_steps: see drift_weight.
+
+    Returns:
+      A Round: `state = round.init(params)`, then `state, metrics = round(state, batches, local_steps)`.
+
+    Raises:
+      ValueError: a setting is outside its range or does not fit the mesh.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, gasloc_jax
+      >>> mesh = gasloc_jax.make_mesh(1)
+      >>> loss_fn = lambda params, batch: jnp.mean((batch @ params["w"]) ** 2)
+      >>> step = gasloc_jax.make_local_step(loss_fn, optax.adamw(1e-3))
+      >>> round = gasloc_jax.make_round(step, gasloc_jax.gasloc(axis_name="worker"), mesh)
+      >>> state = round.init({"w": jnp.ones((4, 2))})
+      >>> state, metrics = round(state, jnp.ones((1, 10, 8, 4)), 10)  # 1 worker, 10 steps on batches of 8
+      >>> model = round.mean_params(state)
+    """
+    if axis_name not in mesh.axis_names:
+        raise ValueError(
+            f"axis_name must name the workers' axis of the mesh, got {axis_name!r}; the mesh has "
+            f"{tuple(mesh.axis_names)}. Use one of these; one worker is an axis of size 1."
+        )
+    inner_axes = tuple(name for name in mesh.axis_names if name != axis_name)
+    if isinstance(outer, OuterOptimizer):
+        for name, given, wanted in (
+            ("axis_name", outer.axis_name, (axis_name,)),
+            ("island_axis", outer.island_axis, (None, *inner_axes)),
+        ):
+            if given not in wanted and mesh.size > 1:
+                raise ValueError(
+                    f"{name} of the outer optimizer must be {' or '.join(map(repr, wanted))} on this mesh, got {given!r}. "
+                    "Build both for the same axes."
+                )
+    check_whole_number("fragments", fragments, 1, "1 exchanges the whole model in every round.")
+    check_whole_number("delay", delay, 0, "0 applies an exchange at once.")
+    check_one_of("drift_weight", drift_weight, ("uniform", "steps"))
+    if drift_weight == "steps":
+        check_whole_number(
+            "reference_steps", reference_steps, 1, "Give the number of steps that counts as 1."
+        )
+        if fragments > 1 or delay:
+            raise ValueError(
+                "drift_weight must be 'uniform' with fragments or a delay, got 'steps': drifts of several rounds add up "
+                "there. Use 'uniform', or fragments=1 and delay=0."
+            )
+    worker = WorkerRound(
+        local_step,
+        optax.with_extra_args_support(outer),
+        Fragments(fragments, stacked),
+        delay,
+        drift_weight,
+        reference_steps,
+        inner_axes,
+    )
+    return Round(worker, mesh, axis_name)
