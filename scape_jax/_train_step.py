@@ -15,7 +15,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from scape_jax import _exchange as ex
-from scape_jax._batches import check_batch, loss_and_grads
+from scape_jax._ahead import Ahead
 from scape_jax._checks import check_whole_number
 from scape_jax._preflight import check_equal_on_workers, check_exchange
 from scape_jax._state_specs import state_specs
@@ -27,6 +27,7 @@ from scape_jax._wire import (
     ring_all_reduce_bytes,
     wire_bytes,
 )
+from scape_jax._worker_step import check_batch, worker_step
 from scape_jax._worker_types import axes_of
 
 
@@ -50,6 +51,7 @@ class TrainStep:
         self._with_telemetry = with_telemetry
         self._tx_update = optax.with_extra_args_support(tx).update
         self._programs: dict[int | str | None, Any] = {}
+        self._ahead: dict[int | None, Ahead] = {}  # programs of the above that are being compiled
         self._specs: Any = None
         self._params_like: Any = None
         self._wire: dict[int | None, WireBytes] = {}
@@ -103,19 +105,53 @@ class TrainStep:
         Raises:
           ValueError: the batch does not divide, before anything is compiled.
         """
-        check_batch(batch, self.num_workers, self.accumulate)
-        params = self.place(params)
-        if self._specs is None:
-            self._prepare(params)
+        params = self._ready(params, batch)
         level = self._level(opt_state)
         if level not in self._programs:
             self._programs[level] = self._compile_later(level)
+        if level in self._ahead:
+            self._ahead.pop(level).wait()
         params, opt_state, metrics = self._programs[level](params, opt_state, batch)
         self._last_count = self._count(opt_state)
         self._steps_taken += 1
         if self._with_telemetry:
             metrics["wire_bytes"] = self.wire_bytes(self._steps_taken).total_bytes
         return params, opt_state, metrics
+
+    def compile_ahead(
+        self,
+        params: Any,
+        opt_state: Any,
+        batch: Any,
+        *,
+        steps: int | None = None,
+        on_wait: Callable[[], Any] | None = None,
+    ) -> bool:
+        """Before the first step: compiles the program for the time after the density warm-up, in the background.
+
+        A sparse method has two programs: one that chooses among the densities of the warm-up, and a faster one for the
+        final density, which is otherwise compiled in the middle of the run. The thread also traces loss_fn.
+
+        Args:
+          params, opt_state, batch: of the step to come; only their types and shardings are used.
+          steps: how many steps will be taken; where they do not get past the warm-up nothing is compiled.
+          on_wait: called without arguments if a step has to wait for the second program.
+
+        Returns:
+          Whether a program is being compiled: not where there is only one, or the warm-up is over already.
+
+        Raises:
+          As the step. What goes wrong in the background is raised by the step that needs the program.
+        """
+        params = self._ready(params, batch)
+        final = getattr(self.tx, "final_level", 0)
+        if final == 0 or final in self._programs or self._level(opt_state) is not None:
+            return False
+        if steps is not None and self._steps_taken + steps <= self.tx.final_count:
+            return False
+        self._programs[final] = self._compile_later(final)
+        self._ahead[final] = Ahead(self._programs[final], (params, opt_state, batch), on_wait)
+        return True
 
     def telemetry(self, opt_state: Any) -> dict[str, jax.Array]:
         """Figures about masks and residuals, see `scape_jax.telemetry`; {} for dense methods."""
@@ -169,6 +205,13 @@ class TrainStep:
         in_specs = (in_specs,) if wrap else in_specs
         return jax.shard_map(fn, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
+    def _ready(self, params: Any, batch: Any) -> Any:
+        check_batch(batch, self.num_workers, self.accumulate)
+        params = self.place(params)
+        if self._specs is None:
+            self._prepare(params)
+        return params
+
     def _prepare(self, params: Any) -> None:
         like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
         # The structure of the state is all that is wanted here; its specs follow from it.
@@ -209,29 +252,15 @@ class TrainStep:
     def _compile_later(self, level: int | None) -> Callable:
         in_specs = (PartitionSpec(), self._specs, PartitionSpec(self.axis_name))
         out_specs = (PartitionSpec(), self._specs, PartitionSpec())
-        fn = functools.partial(self._local_step, level=level)
+        fn = functools.partial(
+            worker_step,
+            self._loss_fn,
+            self.tx,
+            accumulate=self.accumulate,
+            level=level,
+            telemetry_over=self.axis_name if self._with_telemetry else None,
+        )
         return jax.jit(self._mapped(fn, in_specs, out_specs), donate_argnums=(0, 1))
-
-    def _local_step(self, params: Any, opt_state: Any, batch: Any, *, level: int | None):
-        """What one worker does; `params` replicated, `batch` this worker's part."""
-        loss, grads = loss_and_grads(self._loss_fn, params, batch, self.accumulate)
-        bad = ex.any_nonfinite([g for g in jax.tree.leaves(grads)])
-        extra: dict[str, Any] = {} if level is None else {"level": level}
-        extra |= {"value": loss, "nonfinite": bad}
-        if getattr(self.tx, "apply", None) is not None:
-            new_params, new_state = self.tx.apply(grads, opt_state, params, **extra)
-        else:
-            updates, new_state = self._tx_update(grads, opt_state, params, **extra)
-            ok = ex.step_was_taken(opt_state, new_state)
-            new_params = jax.tree.map(
-                lambda n, o: jnp.where(ok, n, o), optax.apply_updates(params, updates), params
-            )
-            new_state = ex.keep_if(ok, new_state, opt_state)
-        stats = ex.communicating_states(new_state)[0].stats
-        metrics = stats._asdict()
-        if self._with_telemetry:
-            metrics |= telemetry(new_state, self.axis_name)
-        return new_params, new_state, metrics
 
 
 def make_train_step(

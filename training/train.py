@@ -204,11 +204,14 @@ def train(setup: Setup, folder: Path, *, resume: bool = False, out: TextIO | Non
                 lambda: progress.console.show_cursor(True),
             )
         )
-        progress.note(startup_text(setup, folder, state.step) + "\ncompiling the step ...")
+        progress.note(startup_text(setup, folder, state.step))
+        first_step = state.step
         log = RunLog(writer, progress, tokens_per_step=config.tokens_per_step, schedule=setup.schedule)
 
         while state.step < total and stop.received is None:
             batch = place(next(state.loader), setup.mesh, AXIS_NAME)
+            if state.step == first_step:
+                _compile_ahead(setup, state, batch, progress)
             state.params, state.opt_state, measured = setup.step(state.params, state.opt_state, batch)
             state.step += 1
             wire = setup.step.wire_bytes(state.step)
@@ -247,6 +250,19 @@ def train(setup: Setup, folder: Path, *, resume: bool = False, out: TextIO | Non
     (folder / report.SUMMARY_FILE).write_text(json.dumps(summary, indent=2) + "\n")
     report.write_report(folder)
     return Outcome(folder, state.step, summary, 0)
+
+
+def _compile_ahead(setup: Setup, state: State, batch: Any, progress: Progress) -> None:
+    """Says what the first step waits for; side by side, a second program costs no pause in the middle of the run."""
+    two = setup.step.compile_ahead(
+        state.params,
+        state.opt_state,
+        batch,
+        steps=setup.config.run.steps - state.step,
+        on_wait=lambda: progress.note("the density is final: waiting until its program is compiled ..."),
+    )
+    what = "two programs, for the first steps and for the final density" if two else "the step"
+    progress.note(f"compiling {what} ...")
 
 
 def _bytes(state: State) -> dict[str, float]:

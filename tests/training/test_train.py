@@ -63,6 +63,23 @@ def leaves(folder, step):
     }
 
 
+class Noted:
+    """A step that also notes what is compiled ahead: (steps left, whether there was something to compile)."""
+
+    def __init__(self, step):
+        self.step, self.ahead = step, []
+
+    def __call__(self, *arguments):
+        return self.step(*arguments)
+
+    def __getattr__(self, name):
+        return getattr(self.step, name)
+
+    def compile_ahead(self, *arguments, **options):
+        self.ahead.append((options["steps"], self.step.compile_ahead(*arguments, **options)))
+        return self.ahead[-1][1]
+
+
 @dataclasses.dataclass(frozen=True)
 class Whole:
     setup: object
@@ -81,6 +98,7 @@ def whole(corpus, tmp_path_factory):
     # compile.
     config = settings.update(config, {"optimizer.dense": ["norm", "attention", "up", "gate"]})
     setup = build(config)
+    setup = dataclasses.replace(setup, step=Noted(setup.step))
     return Whole(setup, folder, *run(setup, folder))
 
 
@@ -103,6 +121,12 @@ def test_run_leaves_everything_that_is_promised(whole):
         assert line in whole.told, line
     assert summary["validation_loss"] < logged[0]["loss"] - 0.02  # it learns
     assert summary["skipped"] == 0 and summary["workers"] == 4
+
+
+def test_program_of_the_final_density_is_compiled_beside_the_first(whole):
+    """Left out, or with another count of steps, the run would stand still in its middle."""
+    assert whole.setup.step.ahead[0] == (10, True)
+    assert "compiling two programs" in whole.told
 
 
 def test_bytes_are_the_sum_over_the_steps(whole):

@@ -1,13 +1,16 @@
-"""A worker's part of a batch: does it divide, and the mean loss and gradient over its micro-batches."""
+"""What one worker does in a step: gradients of its own part of the batch, then the optimizer, which exchanges them."""
 
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax import lax
 
+from scape_jax import _exchange as ex
 from scape_jax._layout import path_name
+from scape_jax._telemetry import telemetry
 
 
 def check_batch(batch: Any, num_workers: int, accumulate: int) -> None:
@@ -44,3 +47,38 @@ def loss_and_grads(
     zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
     (loss, grads), _ = lax.scan(add, (jnp.zeros((), jnp.float32), zeros), micro)
     return loss / accumulate, jax.tree.map(lambda g: g / accumulate, grads)
+
+
+def worker_step(
+    loss_fn: Callable[[Any, Any], jax.Array],
+    tx: optax.GradientTransformation,
+    params: Any,
+    opt_state: Any,
+    batch: Any,
+    *,
+    accumulate: int,
+    level: int | None,
+    telemetry_over: ex.AxisName | None,
+) -> tuple[Any, Any, dict[str, jax.Array]]:
+    """(params, opt_state, metrics) after one step; `params` replicated, `batch` this worker's part.
+
+    `level` None: the program chooses the density by the step count. `telemetry_over`: the workers' axes, where the
+    metrics shall hold the figures of `telemetry` too.
+    """
+    loss, grads = loss_and_grads(loss_fn, params, batch, accumulate)
+    extra: dict[str, Any] = {} if level is None else {"level": level}
+    extra |= {"value": loss, "nonfinite": ex.any_nonfinite(jax.tree.leaves(grads))}
+    if getattr(tx, "apply", None) is not None:
+        new_params, new_state = tx.apply(grads, opt_state, params, **extra)
+    else:
+        update = optax.with_extra_args_support(tx).update
+        updates, new_state = update(grads, opt_state, params, **extra)
+        ok = ex.step_was_taken(opt_state, new_state)
+        new_params = jax.tree.map(
+            lambda n, o: jnp.where(ok, n, o), optax.apply_updates(params, updates), params
+        )
+        new_state = ex.keep_if(ok, new_state, opt_state)
+    metrics = ex.communicating_states(new_state)[0].stats._asdict()
+    if telemetry_over is not None:
+        metrics |= telemetry(new_state, telemetry_over)
+    return new_params, new_state, metrics
