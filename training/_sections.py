@@ -1,0 +1,231 @@
+"""The sections of a run's settings: what each holds, and what must hold of it.
+
+The model's has a file of its own; the tree of all, its files and its presets are in config.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import ClassVar, Literal
+
+from training._fields import Settings, require
+
+OptimizerName = Literal["scape", "adams", "adamw", "topk_adamw", "topk_adams"]
+SPARSE: tuple[str, ...] = ("scape", "topk_adamw", "topk_adams")
+
+
+@dataclasses.dataclass(frozen=True)
+class RunConfig(Settings):
+    """What is run, for how long, and where its results go."""
+
+    section: ClassVar[str] = "run"
+
+    name: str = "demo"
+    """Name of the run; also the start of its folder's name."""
+    folder: str = ""
+    """Folder of the results; empty: the first free one of runs/NAME-1, runs/NAME-2, ..."""
+    steps: int = 100
+    """Optimizer steps."""
+    seed: int = 0
+    """Seed of the parameters and of the order of the data."""
+
+    def check(self) -> None:
+        require(self.steps >= 1, f"run.steps must be at least 1, got {self.steps}.")
+        require(0 <= self.seed < 2**31, f"run.seed must be in [0, 2**31), got {self.seed}.")
+        bad = sorted(set(self.name) & set("/\\ "))
+        require(
+            bool(self.name) and not bad,
+            f"run.name must be a word without slashes or blanks, got {self.name!r}.",
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig(Settings):
+    """What is read and in which portions."""
+
+    section: ClassVar[str] = "data"
+
+    source: str = "stdlib"
+    """"stdlib" (the running Python's own sources), or a folder with train.tokens and validation.tokens."""
+    cache: str = ""
+    """Folder for the token files of a built-in corpus; empty: $XDG_CACHE_HOME/scape-gasloc, or else ./data.
+    """
+    global_batch: int = 16
+    """Sequences per optimizer step, all workers together."""
+    accumulate: int = 1
+    """Micro-batches per worker and step; their gradients are averaged before the one exchange."""
+    length: int = 128
+    """Tokens per sequence that are predicted."""
+
+    def check(self) -> None:
+        require(bool(self.source), "data.source must be 'stdlib' or a folder of token files, got nothing.")
+        for key in ("global_batch", "accumulate", "length"):
+            require(getattr(self, key) >= 1, f"data.{key} must be at least 1, got {getattr(self, key)}.")
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig(Settings):
+    """The optimizer and its exchange; see scape_jax.scape for each argument."""
+
+    section: ClassVar[str] = "optimizer"
+
+    name: OptimizerName = "scape"
+    """scape; adams and adamw behind a dense all-reduce; topk_*: top-k of the raw gradient with error
+    feedback.
+    """
+    density: float = 0.1
+    """Fraction of the entries that is exchanged in a step, in (0, 1]; sparsity = 1 - density."""
+    b1: float = 0.9
+    """Decay of the first moment."""
+    b2: float = 0.95
+    """Decay of the second moment."""
+    eps: float = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: float = 0.1
+    """Decoupled weight decay, multiplied by the learning rate."""
+    clip_norm: float = 1.0
+    """Largest global norm of the averaged gradient; 0: no clipping."""
+    clip_order: Literal["before", "paper"] = "before"
+    """Clip before the moment is rebuilt, or where the paper's listing does."""
+    bias_correction: Literal["both", "none", "momentum"] = "both"
+    """Which moments are bias-corrected."""
+    selection: Literal["block", "leaf"] = "block"
+    """Choose the kept entries per block of entries, or per leaf as in the paper."""
+    block_size: int = 4096
+    """Entries per block."""
+    codec: Literal["auto", "bitmap", "index"] = "auto"
+    """How masks travel; auto takes the cheaper."""
+    payload_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of the exchanged values."""
+    density_warmup_fraction: float = 0.0
+    """Fraction of the run in which the density falls from 1 to its value."""
+    mask_every: int = 1
+    """Steps for which one mask is used."""
+    staleness_power: float = 0.0
+    """Divide the gradient of an entry that waited t steps by t**power in the second moment."""
+    skip_nonfinite: bool = True
+    """Skip a step on all workers where any gradient is not finite."""
+    dense: tuple[str, ...] = ("norm", "bias", "scale")
+    """Leaves whose path contains one of these words are always exchanged in full."""
+    no_decay: tuple[str, ...] = ("norm", "bias", "scale")
+    """Leaves whose path contains one of these words have no weight decay."""
+
+    @property
+    def is_sparse(self) -> bool:
+        return self.name in SPARSE
+
+    def check(self) -> None:
+        require(
+            0 < self.density <= 1,
+            f"optimizer.density must be in (0, 1], got {self.density}. Use 1.0 for dense.",
+        )
+        for key in ("b1", "b2"):
+            value = getattr(self, key)
+            require(0 <= value < 1, f"optimizer.{key} must be in [0, 1), got {value}.")
+        require(0 < self.eps < math.inf, f"optimizer.eps must be positive and finite, got {self.eps}.")
+        for key in ("weight_decay", "clip_norm", "staleness_power"):
+            value = getattr(self, key)
+            require(0 <= value < math.inf, f"optimizer.{key} must be finite and not negative, got {value}.")
+        require(self.block_size >= 32, f"optimizer.block_size must be at least 32, got {self.block_size}.")
+        require(self.mask_every >= 1, f"optimizer.mask_every must be at least 1, got {self.mask_every}.")
+        _fraction("optimizer.density_warmup_fraction", self.density_warmup_fraction)
+
+
+@dataclasses.dataclass(frozen=True)
+class ScheduleConfig(Settings):
+    """The learning rate over the run, in fractions of run.steps so that a shorter run keeps its shape."""
+
+    section: ClassVar[str] = "schedule"
+
+    name: Literal["cosine", "constant", "wsd"] = "cosine"
+    """cosine; constant; wsd: constant, then linear decay."""
+    learning_rate: float = 3e-4
+    """Peak learning rate."""
+    end_learning_rate: float = 3e-5
+    """Learning rate of the last step (cosine, wsd)."""
+    warmup_fraction: float = 0.02
+    """Fraction of the run with linear warm-up from 0."""
+    decay_fraction: float = 0.2
+    """Fraction of the run in the final decay (wsd)."""
+
+    def check(self) -> None:
+        peak, end = self.learning_rate, self.end_learning_rate
+        require(0 < peak < math.inf, f"schedule.learning_rate must be positive and finite, got {peak}.")
+        require(
+            0 <= end <= peak, f"schedule.end_learning_rate must be in [0, learning_rate = {peak}], got {end}."
+        )
+        _fraction("schedule.warmup_fraction", self.warmup_fraction)
+        _fraction("schedule.decay_fraction", self.decay_fraction)
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshConfig(Settings):
+    """The devices."""
+
+    section: ClassVar[str] = "mesh"
+
+    data: int = 1
+    """Workers that average their gradients; on a CPU they are virtual devices."""
+    platform: Literal["auto", "cpu", "gpu"] = "auto"
+    """Which devices to use; auto: what JAX finds."""
+
+    def check(self) -> None:
+        require(self.data >= 1, f"mesh.data must be at least 1, got {self.data}.")
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalConfig(Settings):
+    """Validation loss during the run; it is always measured at the end."""
+
+    section: ClassVar[str] = "eval"
+
+    every: int = 100
+    """Steps between evaluations; 0: only at the end."""
+    batches: int = 8
+    """Most batches of held-out text per evaluation; 0: all of it."""
+    final_batches: int = 32
+    """The same for the evaluation at the end."""
+
+    def check(self) -> None:
+        for key in ("every", "batches", "final_batches"):
+            require(getattr(self, key) >= 0, f"eval.{key} must not be negative, got {getattr(self, key)}.")
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointConfig(Settings):
+    """What is kept to go on from."""
+
+    section: ClassVar[str] = "checkpoint"
+
+    every: int = 1000
+    """Steps between checkpoints; 0: only at the end and on a signal."""
+    keep: int = 2
+    """Newest checkpoints that are kept."""
+    parameters_from: str = ""
+    """Start from the parameters (only) in this other run's newest checkpoint."""
+
+    def check(self) -> None:
+        require(self.every >= 0, f"checkpoint.every must not be negative, got {self.every}.")
+        require(self.keep >= 1, f"checkpoint.keep must be at least 1, got {self.keep}.")
+
+
+@dataclasses.dataclass(frozen=True)
+class LogConfig(Settings):
+    """What is written down."""
+
+    section: ClassVar[str] = "log"
+
+    every: int = 10
+    """Steps between lines of metrics.jsonl and between updates of the progress line."""
+    telemetry: bool = True
+    """Also measure mask overlap, residual norm and kept norm at each logged step."""
+    tensorboard: bool = True
+    """Write TensorBoard files beside metrics.jsonl."""
+
+    def check(self) -> None:
+        require(self.every >= 1, f"log.every must be at least 1, got {self.every}.")
+
+
+def _fraction(name: str, value: float) -> None:
+    require(0 <= value <= 1, f"{name} must be a fraction of the run in [0, 1], got {value}.")
