@@ -1,5 +1,6 @@
 """GASLoC for JAX: workers that meet now and then over random graphs, with any optax chain outside (arXiv 2606.11081)."""
 
+from gasloc_jax._adapt import AdaptiveLocalSteps
 from gasloc_jax._baselines import NoLoCoState, dadam, diloco, local_dadam, local_sgd, noloco
 from gasloc_jax._fragments import layers_are_stacked
 from gasloc_jax._gasloc import GaslocState, NesterovGossipState, gasloc, nesterov_gossip
@@ -22,6 +23,7 @@ from gasloc_jax._worker_round import RoundState
 
 __all__ = [
     "STATIC_ARGS",
+    "AdaptiveLocalSteps",
     "GaslocState",
     "Graph",
     "LocalStep",
