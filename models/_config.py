@@ -86,6 +86,7 @@ class DecoderConfig:
     """
 
     family: ClassVar[str] = ""
+    head_multiple: ClassVar[int] = 1  # what head_dim must be a multiple of
 
     vocab_size: int
     max_length: int
@@ -111,20 +112,32 @@ class DecoderConfig:
         if self.loss_chunk is not None:
             _positive_int(owner, "loss_chunk", self.loss_chunk)
         if not isinstance(self.remat, bool):
-            raise ValueError(f"{owner}.remat must be True or False, got {self.remat!r}.")
+            raise ValueError(f"{owner}.remat must be True or False, got {self.remat!r}. Set one of the two.")
         if self.dtype not in DTYPES:
-            raise ValueError(f"{owner}.dtype must be one of {DTYPES}, got {self.dtype!r}.")
+            raise ValueError(f"{owner}.dtype must be one of {DTYPES}, got {self.dtype!r}. Use one of these.")
         if self.attention not in ATTENTION:
-            raise ValueError(f"{owner}.attention must be one of {ATTENTION}, got {self.attention!r}.")
+            raise ValueError(
+                f"{owner}.attention must be one of {ATTENTION}, got {self.attention!r}. None chooses by device."
+            )
         if self.head_dim is None:
-            if self.width % self.n_heads:
-                raise ValueError(
-                    f"{owner}.width must be divisible by n_heads, got width {self.width} and n_heads "
-                    f"{self.n_heads}. "
-                    "Change one of them or give head_dim."
-                )
+            self._check_width(owner)
             object.__setattr__(self, "head_dim", self.width // self.n_heads)
         _positive_int(owner, "head_dim", self.head_dim)
+
+    def _check_width(self, owner: str) -> None:
+        """Called where each head gets `width // n_heads` entries."""
+        unit = self.n_heads * self.head_multiple
+        if self.width % unit:
+            of, why = "n_heads", ""
+            if self.head_multiple > 1:
+                of, why = (
+                    f"{self.head_multiple} x n_heads",
+                    " Rotary embeddings turn pairs of a head's entries.",
+                )
+            raise ValueError(
+                f"{owner}.width must be a multiple of {of}, got width {self.width} and n_heads {self.n_heads}."
+                f"{why} Use {unit * max(1, round(self.width / unit))}, or other heads."
+            )
 
     @property
     def head_size(self) -> int:
@@ -164,6 +177,7 @@ class LlamaConfig(DecoderConfig):
     """
 
     family: ClassVar[str] = "llama"
+    head_multiple: ClassVar[int] = 2
 
     n_kv_heads: int | None = None
     tied_head: bool = False
@@ -177,21 +191,19 @@ class LlamaConfig(DecoderConfig):
         _positive_int("LlamaConfig", "n_kv_heads", self.n_kv_heads)
         if self.n_heads % self.kv_heads:
             raise ValueError(
-                f"LlamaConfig.n_heads must be a multiple of n_kv_heads, got n_heads {self.n_heads} and "
-                "n_kv_heads "
-                f"{self.n_kv_heads}. Each key/value head serves an equal group of query heads: n_kv_heads "
-                "may be "
+                f"LlamaConfig.n_kv_heads must divide n_heads, got n_heads {self.n_heads} and n_kv_heads "
+                f"{self.n_kv_heads}. Each key/value head serves an equal group of query heads: use one of "
                 f"{[k for k in range(1, self.n_heads + 1) if self.n_heads % k == 0]}."
             )
-        if self.head_size % 2:
+        if self.head_size % self.head_multiple:
             raise ValueError(
-                f"LlamaConfig.head_dim must be even, got head_dim {self.head_dim} (width {self.width}, "
-                "n_heads "
-                f"{self.n_heads}). Rotary embeddings turn pairs of entries; change width, n_heads or "
-                "head_dim."
+                f"LlamaConfig.head_dim must be even, got {self.head_dim}. Rotary embeddings turn pairs of "
+                f"entries: use {self.head_size + 1}."
             )
         if not isinstance(self.tied_head, bool):
-            raise ValueError(f"LlamaConfig.tied_head must be True or False, got {self.tied_head!r}.")
+            raise ValueError(
+                f"LlamaConfig.tied_head must be True or False, got {self.tied_head!r}. Set one of the two."
+            )
         _positive_float("LlamaConfig", "rope_theta", self.rope_theta)
         if self.rope_scaling is not None and not isinstance(self.rope_scaling, RopeScaling):
             raise ValueError(
@@ -238,7 +250,9 @@ def config_from_dict(values: dict[str, Any]) -> Config:
     values = dict(values)
     family = values.pop("family", None)
     if family not in FAMILIES:
-        raise ValueError(f"a model config's 'family' must be one of {sorted(FAMILIES)}, got {family!r}.")
+        raise ValueError(
+            f"a model config's 'family' must be one of {sorted(FAMILIES)}, got {family!r}. Use one of these."
+        )
     cls = FAMILIES[family]
     scaling = values.get("rope_scaling")
     if isinstance(scaling, dict):

@@ -66,15 +66,16 @@ def parse(arguments: list[str]) -> tuple[settings.Config, Path | None]:
     if given.config_file:
         base = settings.update(base, settings.read_values(given.config_file))
     assert __doc__
-    config = tyro.cli(
-        settings.Config,
-        default=base,
-        args=rest,
-        prog="pretrain.py",
-        description=f"{__doc__}\nConfigurations: {', '.join(PRESETS)}.",
-        config=(tyro.conf.FlagConversionOff,),  # flags are spelled --model.remat True or False
-        use_underscores=True,
-    )
+    with settings.gathered():  # all that is wrong on the command line, in one error
+        config = tyro.cli(
+            settings.Config,
+            default=base,
+            args=rest,
+            prog="pretrain.py",
+            description=f"{__doc__}\nConfigurations: {', '.join(PRESETS)}.",
+            config=(tyro.conf.FlagConversionOff,),  # flags are spelled --model.remat True or False
+            use_underscores=True,
+        )
     return config, folder
 
 

@@ -15,8 +15,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar, Union
 
+from training._problems import did_you_mean, gathered, note, require
+
 T = TypeVar("T")
 
+_NEAR = 0.5  # likeness from which a name is offered: "sparisty" has 0.53 to "density"
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
 
@@ -34,8 +37,7 @@ def coerce(value: Any, annotation: Any, name: str) -> Any:
         allowed = typing.get_args(annotation)
         if value in allowed:
             return value
-        near = difflib.get_close_matches(str(value), [str(a) for a in allowed], n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
+        hint = did_you_mean(value, allowed) or " Use one of these."
         raise ValueError(f"{name} must be one of {', '.join(map(str, allowed))}, got {value!r}.{hint}")
     if origin is tuple:
         item_type = typing.get_args(annotation)[0]
@@ -47,18 +49,20 @@ def coerce(value: Any, annotation: Any, name: str) -> Any:
     if isinstance(annotation, type) and dataclasses.is_dataclass(annotation):
         if isinstance(value, annotation):
             return value
-        raise ValueError(f"{name} must be a section of settings, got {value!r}.")
+        raise ValueError(f"{name} must be a section of settings, got {value!r}. Write its keys under it.")
     if annotation is bool:
         return _coerce_bool(value, name)
     if annotation is int:
         return _coerce_int(value, name)
     if annotation is float:
         if isinstance(value, bool) or not isinstance(value, (int, float, str)):
-            raise ValueError(f"{name} must be a number, got {value!r}.")
+            raise ValueError(f"{name} must be a number, got {value!r}. Write one such as 3e-4.")
         try:
             return float(value)
         except ValueError:
-            raise ValueError(f"{name} must be a number such as 3e-4, got the text {value!r}.") from None
+            raise ValueError(
+                f"{name} must be a number such as 3e-4, got the text {value!r}. Write digits."
+            ) from None
     if annotation is str:
         if isinstance(value, str):
             return value
@@ -72,7 +76,7 @@ def _coerce_bool(value: Any, name: str) -> bool:
     text = str(value).lower() if isinstance(value, (str, int)) else ""
     if text in _TRUE or text in _FALSE:
         return text in _TRUE
-    raise ValueError(f"{name} must be True or False, got {value!r}.")
+    raise ValueError(f"{name} must be True or False, got {value!r}. Write one of the two.")
 
 
 def _coerce_int(value: Any, name: str) -> int:
@@ -83,34 +87,41 @@ def _coerce_int(value: Any, name: str) -> int:
             try:
                 value = float(value)
             except ValueError:
-                raise ValueError(f"{name} must be a whole number, got the text {value!r}.") from None
+                raise ValueError(
+                    f"{name} must be a whole number, got the text {value!r}. Write digits."
+                ) from None
     if isinstance(value, bool) or not isinstance(value, (int, float)) or value != int(value):
-        raise ValueError(f"{name} must be a whole number, got {value!r}.")
+        raise ValueError(f"{name} must be a whole number, got {value!r}. Write one without a fraction.")
     return int(value)
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """Base of all sections: coerces every field at construction, then calls `check`."""
+    """Base of all sections: coerces every field at construction, then calls `check`; all problems in one error."""
 
     section: ClassVar[str] = ""  # how messages name the fields
+    sound: ClassVar[bool] = (
+        True  # set at construction: every value has its type, so that checks can compare them
+    )
 
     def __post_init__(self) -> None:
         hints = typing.get_type_hints(type(self))
-        for field in dataclasses.fields(self):
-            name = f"{self.section}.{field.name}" if self.section else field.name
-            value = coerce(getattr(self, field.name), hints[field.name], name)
-            object.__setattr__(self, field.name, value)
-        self.check()
+        with gathered():
+            sound = True
+            for field in dataclasses.fields(self):
+                name = f"{self.section}.{field.name}" if self.section else field.name
+                try:
+                    value = coerce(getattr(self, field.name), hints[field.name], name)
+                except ValueError as error:
+                    sound = require(False, str(error))
+                else:
+                    object.__setattr__(self, field.name, value)
+            object.__setattr__(self, "sound", sound)
+            if sound:
+                self.check()
 
     def check(self) -> None:
-        """Raises ValueError where a value is out of range; sections override it."""
-
-
-def require(condition: bool, message: str) -> None:
-    """The one-line form of a range check. NaN compares false with everything, so it fails each of them."""
-    if not condition:
-        raise ValueError(message)
+        """Notes what is out of range by `require`; sections override it."""
 
 
 def to_dict(settings: Settings) -> dict[str, Any]:
@@ -131,44 +142,54 @@ def dotted(settings: Settings, prefix: str = "") -> dict[str, Any]:
 
 
 def update(settings: T, values: Mapping[str, Any], *, prefix: str = "", known: Sequence[str] = ()) -> T:
-    """`settings` with the nested (or dotted) `values` put over it; an unknown key names the nearest known
-    one.
+    """`settings` with the nested (or dotted) `values` put over it; an unknown key names the nearest known one.
+
+    Raises one ValueError that lists everything wrong.
     """
     known = known or tuple(dotted(settings))  # type: ignore[arg-type]
     if not isinstance(values, Mapping):
-        raise ValueError(f"{prefix.rstrip('.') or 'the file'} must hold keys and values, got {values!r}.")
+        raise ValueError(
+            f"{prefix.rstrip('.') or 'the file'} must hold keys and values, got {values!r}. Write key: value."
+        )
     names = {field.name for field in dataclasses.fields(settings)}  # type: ignore[arg-type]
     sections: dict[str, dict[str, Any]] = {}
     plain: dict[str, Any] = {}
-    for key, value in values.items():
-        head, _, tail = str(key).partition(".")
-        if head not in names:
-            full = f"{prefix}{key}"
-            near = nearest(full, known)
-            raise ValueError(f"unknown setting {full!r}. Did you mean {near!r}?")
-        if isinstance(getattr(settings, head), Settings):
-            entries = {tail: value} if tail else value
-            if not isinstance(entries, Mapping):
-                raise ValueError(f"{prefix}{head} is a section, got {entries!r}. Write its keys under it.")
-            sections.setdefault(head, {}).update(entries)
-        elif tail:
-            raise ValueError(f"unknown setting {prefix}{key!r}. {prefix}{head} has no keys of its own.")
-        else:
-            plain[head] = value
-    for head, entries in sections.items():
-        plain[head] = update(getattr(settings, head), entries, prefix=f"{prefix}{head}.", known=known)
-    return dataclasses.replace(settings, **plain)  # type: ignore[type-var]
+    with gathered():
+        for key, value in values.items():
+            head, _, tail = str(key).partition(".")
+            if head not in names:
+                note(f"unknown setting {prefix + str(key)!r}. {_known_instead(f'{prefix}{key}', known)}")
+            elif isinstance(getattr(settings, head), Settings):
+                entries = {tail: value} if tail else value
+                if isinstance(entries, Mapping):
+                    sections.setdefault(head, {}).update(entries)
+                else:
+                    note(f"{prefix}{head} is a section, got {entries!r}. Write its keys under it.")
+            elif tail:
+                full = f"{prefix}{head}"
+                note(
+                    f"unknown setting {prefix + str(key)!r}. {full} has no keys of its own; write {full}: value."
+                )
+            else:
+                plain[head] = value
+        for head, entries in sections.items():
+            plain[head] = update(getattr(settings, head), entries, prefix=f"{prefix}{head}.", known=known)
+        return dataclasses.replace(settings, **plain)  # type: ignore[type-var]
 
 
-def nearest(name: str, known: Sequence[str]) -> str:
-    """The known dotted name that looks most like `name`: in the same section where there is one, by its last
-    part.
+def _known_instead(name: str, known: Sequence[str]) -> str:
+    """The known dotted name that looks most like `name`, by its last part and in the same section where there is
+    one; all of that section where none is near.
     """
     section, _, last = name.rpartition(".")
     pool = [k for k in known if k.rpartition(".")[0] == section] or list(known)
     if not section and pool == list(known):  # a section's own name is misspelt
         pool = sorted({k.partition(".")[0] for k in known})
-    return max(pool, key=lambda k: difflib.SequenceMatcher(None, last, k.rpartition(".")[2]).ratio())
+    likeness = {k: difflib.SequenceMatcher(None, last, k.rpartition(".")[2]).ratio() for k in pool}
+    best = max(pool, key=likeness.__getitem__)
+    if likeness[best] >= _NEAR:
+        return f"Did you mean {best!r}?"
+    return f"Known ones: {', '.join(pool if len(pool) < len(known) else sorted({k.partition('.')[0] for k in known}))}."
 
 
 def read_values(path: str | Path) -> dict[str, Any]:
@@ -183,16 +204,18 @@ def read_values(path: str | Path) -> dict[str, Any]:
         try:
             values = yaml.safe_load(text)
         except yaml.YAMLError as error:
-            raise ValueError(f"{path} is not valid YAML: {error}") from None
+            raise ValueError(f"{path} must be valid YAML, got: {error}. Repair it there.") from None
     elif path.suffix == ".json":
         try:
             values = json.loads(text)
         except json.JSONDecodeError as error:
-            raise ValueError(f"{path} is not valid JSON: {error}") from None
+            raise ValueError(f"{path} must be valid JSON, got: {error}. Repair it there.") from None
     else:
-        raise ValueError(f"a settings file must end in .json, .yaml or .yml, got {path}.")
+        raise ValueError(f"a settings file must end in .json, .yaml or .yml, got {path}. Rename it.")
     if values is None:
         return {}
     if not isinstance(values, dict):
-        raise ValueError(f"{path} must hold keys and values, got {type(values).__name__}.")
+        raise ValueError(
+            f"{path} must hold keys and values, got {type(values).__name__}. Write section: and its keys under it."
+        )
     return values

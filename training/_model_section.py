@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import models
 from training._fields import Settings
+from training._problems import did_you_mean, note, require
+
+_FIELD = {"tie_embeddings": "tied_head"}  # of the models library, where the trainer's name is another
+_LEAVE_OUT = "Leave it out to keep the preset's own."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,22 +47,46 @@ class ModelConfig(Settings):
     """Positions whose logits exist at one time."""
 
     def check(self) -> None:
-        self.build()
+        base = self._preset()
+        if base is None:
+            return
+        known = {field.name for field in dataclasses.fields(base)}
+        fine = True
+        for key, value in self._changes().items():
+            fine &= require(
+                _FIELD.get(key, key) in known,
+                f"model.{key} must be left out for {self.preset}, got {value}. A {base.family.upper()} has no such "
+                "choice; take a Llama preset for it.",
+            )
+            if isinstance(value, int) and not isinstance(value, bool):
+                fine &= require(value >= 1, f"model.{key} must be at least 1, got {value}. {_LEAVE_OUT}")
+        if fine:
+            try:
+                self.build()
+            except (
+                ValueError
+            ) as error:  # the library's own name for its class says nothing to the trainer's user
+                note(str(error).replace(f"{type(base).__name__}.", "model."))
 
     def build(self) -> models.Config:
         """The shape to build; raises ValueError where its numbers do not fit together."""
-        base = models.preset(self.preset)
-        changes = {k: v for k, v in dataclasses.asdict(self).items() if k != "preset" and v is not None}
-        known = {field.name for field in dataclasses.fields(base)}
-        replaced = {}
-        for key, value in changes.items():
-            field = "tied_head" if key == "tie_embeddings" else key
-            if field not in known:
-                raise ValueError(
-                    f"model.{key} must be left out for {self.preset}, got {value}. {type(base).__name__} "
-                    "has no such choice."
-                )
-            replaced[field] = value
+        replaced: dict[str, Any] = {_FIELD.get(key, key): value for key, value in self._changes().items()}
         if {"width", "n_heads"} & set(replaced):
             replaced["head_dim"] = None  # derived from the two again, not kept from the preset
-        return dataclasses.replace(base, **replaced)
+        return dataclasses.replace(models.preset(self.preset), **replaced)
+
+    def shape(self) -> models.Config | None:
+        """`build`, or None where that is an error, noted elsewhere."""
+        try:
+            return self.build() if self.sound else None
+        except (ValueError, TypeError):
+            return None
+
+    def _preset(self) -> models.Config | None:
+        known = self.preset in models.PRESETS
+        hint = did_you_mean(self.preset, models.PRESETS) or " Use one of these."
+        require(known, f"model.preset must be one of {', '.join(models.PRESETS)}, got {self.preset!r}.{hint}")
+        return models.preset(self.preset) if known else None
+
+    def _changes(self) -> dict[str, Any]:
+        return {k: v for k, v in dataclasses.asdict(self).items() if k != "preset" and v is not None}

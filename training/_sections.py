@@ -9,7 +9,8 @@ import dataclasses
 import math
 from typing import ClassVar, Literal
 
-from training._fields import Settings, require
+from training._fields import Settings
+from training._problems import require
 
 OptimizerName = Literal["scape", "adams", "adamw", "topk_adamw", "topk_adams"]
 SPARSE: tuple[str, ...] = ("scape", "topk_adamw", "topk_adams")
@@ -31,12 +32,16 @@ class RunConfig(Settings):
     """Seed of the parameters and of the order of the data."""
 
     def check(self) -> None:
-        require(self.steps >= 1, f"run.steps must be at least 1, got {self.steps}.")
-        require(0 <= self.seed < 2**31, f"run.seed must be in [0, 2**31), got {self.seed}.")
+        require(self.steps >= 1, f"run.steps must be at least 1, got {self.steps}. Give the steps to train.")
+        require(
+            0 <= self.seed < 2**31,
+            f"run.seed must be in [0, 2**31), got {self.seed}. Any number there will do, such as 0.",
+        )
         bad = sorted(set(self.name) & set("/\\ "))
         require(
             bool(self.name) and not bad,
-            f"run.name must be a word without slashes or blanks, got {self.name!r}.",
+            f"run.name must be a word without slashes or blanks, got {self.name!r}. Use one such as demo; "
+            "run.folder takes a path.",
         )
 
 
@@ -59,9 +64,17 @@ class DataConfig(Settings):
     """Tokens per sequence that are predicted."""
 
     def check(self) -> None:
-        require(bool(self.source), "data.source must be 'stdlib' or a folder of token files, got nothing.")
-        for key in ("global_batch", "accumulate", "length"):
-            require(getattr(self, key) >= 1, f"data.{key} must be at least 1, got {getattr(self, key)}.")
+        require(
+            bool(self.source),
+            "data.source must be 'stdlib' or a folder of token files, got nothing. Name one.",
+        )
+        for key, least in (
+            ("global_batch", "Give the sequences of all workers together"),
+            ("accumulate", "1 takes the batch in one go"),
+            ("length", "Give the tokens to predict in a sequence"),
+        ):
+            value = getattr(self, key)
+            require(value >= 1, f"data.{key} must be at least 1, got {value}. {least}.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,17 +131,36 @@ class OptimizerConfig(Settings):
     def check(self) -> None:
         require(
             0 < self.density <= 1,
-            f"optimizer.density must be in (0, 1], got {self.density}. Use 1.0 for dense.",
+            f"optimizer.density must be in (0, 1], got {self.density}. Use 1.0 for a dense exchange.",
         )
-        for key in ("b1", "b2"):
+        for key, usual in (("b1", 0.9), ("b2", 0.95)):
             value = getattr(self, key)
-            require(0 <= value < 1, f"optimizer.{key} must be in [0, 1), got {value}.")
-        require(0 < self.eps < math.inf, f"optimizer.eps must be positive and finite, got {self.eps}.")
-        for key in ("weight_decay", "clip_norm", "staleness_power"):
+            require(
+                0 <= value < 1,
+                f"optimizer.{key} must be in [0, 1), got {value}. {usual} is usual; 0 keeps no memory.",
+            )
+        require(
+            0 < self.eps < math.inf,
+            f"optimizer.eps must be positive and finite, got {self.eps}. 1e-8 is usual.",
+        )
+        for key, zero in (
+            ("weight_decay", "no decay"),
+            ("clip_norm", "no clipping"),
+            ("staleness_power", "nothing is divided"),
+        ):
             value = getattr(self, key)
-            require(0 <= value < math.inf, f"optimizer.{key} must be finite and not negative, got {value}.")
-        require(self.block_size >= 32, f"optimizer.block_size must be at least 32, got {self.block_size}.")
-        require(self.mask_every >= 1, f"optimizer.mask_every must be at least 1, got {self.mask_every}.")
+            require(
+                0 <= value < math.inf,
+                f"optimizer.{key} must be finite and not negative, got {value}. 0: {zero}.",
+            )
+        require(
+            self.block_size >= 32,
+            f"optimizer.block_size must be at least 32, got {self.block_size}. 4096 is usual.",
+        )
+        require(
+            self.mask_every >= 1,
+            f"optimizer.mask_every must be at least 1, got {self.mask_every}. 1: a new mask in every step.",
+        )
         _fraction("optimizer.density_warmup_fraction", self.density_warmup_fraction)
 
 
@@ -151,10 +183,15 @@ class ScheduleConfig(Settings):
 
     def check(self) -> None:
         peak, end = self.learning_rate, self.end_learning_rate
-        require(0 < peak < math.inf, f"schedule.learning_rate must be positive and finite, got {peak}.")
-        require(
-            0 <= end <= peak, f"schedule.end_learning_rate must be in [0, learning_rate = {peak}], got {end}."
-        )
+        if require(
+            0 < peak < math.inf,
+            f"schedule.learning_rate must be positive and finite, got {peak}. Try 1e-3, less for a large model.",
+        ):
+            require(
+                0 <= end <= peak,
+                f"schedule.end_learning_rate must be in [0, learning_rate = {peak}], got {end}. A tenth of the "
+                f"peak, {peak / 10:g}, is usual.",
+            )
         _fraction("schedule.warmup_fraction", self.warmup_fraction)
         _fraction("schedule.decay_fraction", self.decay_fraction)
 
@@ -171,7 +208,7 @@ class MeshConfig(Settings):
     """Which devices to use; auto: what JAX finds."""
 
     def check(self) -> None:
-        require(self.data >= 1, f"mesh.data must be at least 1, got {self.data}.")
+        require(self.data >= 1, f"mesh.data must be at least 1, got {self.data}. 1: a single worker.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,7 +226,8 @@ class EvalConfig(Settings):
 
     def check(self) -> None:
         for key in ("every", "batches", "final_batches"):
-            require(getattr(self, key) >= 0, f"eval.{key} must not be negative, got {getattr(self, key)}.")
+            value, zero = getattr(self, key), "only at the end" if key == "every" else "all held-out text"
+            require(value >= 0, f"eval.{key} must not be negative, got {value}. 0: {zero}.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,8 +244,11 @@ class CheckpointConfig(Settings):
     """Start from the parameters (only) in this other run's newest checkpoint."""
 
     def check(self) -> None:
-        require(self.every >= 0, f"checkpoint.every must not be negative, got {self.every}.")
-        require(self.keep >= 1, f"checkpoint.keep must be at least 1, got {self.keep}.")
+        require(
+            self.every >= 0,
+            f"checkpoint.every must not be negative, got {self.every}. 0: only at the end and on a signal.",
+        )
+        require(self.keep >= 1, f"checkpoint.keep must be at least 1, got {self.keep}. 1: the newest alone.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,8 +265,11 @@ class LogConfig(Settings):
     """Write TensorBoard files beside metrics.jsonl."""
 
     def check(self) -> None:
-        require(self.every >= 1, f"log.every must be at least 1, got {self.every}.")
+        require(self.every >= 1, f"log.every must be at least 1, got {self.every}. 1: a line for each step.")
 
 
 def _fraction(name: str, value: float) -> None:
-    require(0 <= value <= 1, f"{name} must be a fraction of the run in [0, 1], got {value}.")
+    require(
+        0 <= value <= 1,
+        f"{name} must be a fraction of the run in [0, 1], got {value}. 0.1 is a tenth of run.steps; 0: none.",
+    )

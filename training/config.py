@@ -13,9 +13,9 @@ import dataclasses
 import json
 from pathlib import Path
 
-from training import _fields
-from training._fields import Settings, dotted, read_values, require, to_dict, update
+from training._fields import Settings, dotted, read_values, to_dict, update
 from training._model_section import ModelConfig
+from training._problems import did_you_mean, gathered, require
 from training._sections import (
     CheckpointConfig,
     DataConfig,
@@ -39,6 +39,7 @@ __all__ = [
     "RunConfig",
     "ScheduleConfig",
     "dotted",
+    "gathered",
     "preset",
     "read_values",
     "to_dict",
@@ -61,18 +62,23 @@ class Config(Settings):
     log: LogConfig = dataclasses.field(default_factory=LogConfig)
 
     def check(self) -> None:
-        parts, batch = self.mesh.data * self.data.accumulate, self.data.global_batch
-        require(
-            batch % parts == 0,
-            f"data.global_batch must be divisible by mesh.data x data.accumulate = {self.mesh.data} x "
-            f"{self.data.accumulate}, got {batch}. Use {max(parts, round(batch / parts) * parts)}.",
-        )
-        longest = self.model.build().max_length
-        require(
-            self.data.length <= longest,
-            f"data.length must be at most the model's max_length {longest}, got {self.data.length}. "
-            "Shorten it, or raise --model.max_length.",
-        )
+        """What must hold between sections, as far as their own values make sense."""
+        if self.mesh.sound and self.data.sound:
+            workers, accumulate, batch = self.mesh.data, self.data.accumulate, self.data.global_batch
+            if min(workers, accumulate, batch) >= 1:
+                parts = workers * accumulate
+                require(
+                    batch % parts == 0,
+                    f"data.global_batch must be divisible by mesh.data x data.accumulate = {workers} x "
+                    f"{accumulate}, got {batch}. Use {max(parts, round(batch / parts) * parts)}.",
+                )
+        shape = self.model.shape()
+        if shape is not None and self.data.sound:
+            require(
+                self.data.length <= shape.max_length,
+                f"data.length must be at most the model's max_length {shape.max_length}, got "
+                f"{self.data.length}. Shorten it, or raise --model.max_length.",
+            )
 
     @property
     def tokens_per_step(self) -> int:
@@ -91,8 +97,6 @@ def preset(name: str) -> Config:
     from training.presets import PRESETS  # presets are built from the classes above
 
     if name not in PRESETS:
-        near = _fields.nearest(name, tuple(PRESETS))
-        raise ValueError(
-            f"--config must be one of {', '.join(PRESETS)}, got {name!r}. Did you mean {near!r}?"
-        )
+        hint = did_you_mean(name, tuple(PRESETS)) or " Use one of these."
+        raise ValueError(f"--config must be one of {', '.join(PRESETS)}, got {name!r}.{hint}")
     return PRESETS[name]()

@@ -19,9 +19,12 @@ LLAMA = dict(vocab_size=32, max_length=8, n_layers=1, width=28, n_heads=7, ff_wi
         ({"n_kv_heads": 0}, "n_kv_heads must be an integer of at least 1, got 0"),
         ({"n_kv_heads": 14}, "n_heads 7 and n_kv_heads 14"),
         ({"n_kv_heads": -1}, "n_kv_heads .* got -1"),
-        ({"head_dim": 3}, "head_dim must be even, got head_dim 3"),
-        ({"width": 21}, "head_dim must be even, got head_dim 3 .width 21, n_heads 7"),
-        ({"width": 30}, "width must be divisible by n_heads, got width 30 and n_heads 7"),
+        ({"head_dim": 3}, "head_dim must be even, got 3.*use 4"),
+        (
+            {"width": 21},
+            "width must be a multiple of 2 x n_heads, got width 21 and n_heads 7. Rotary.*Use 28",
+        ),
+        ({"width": 30}, "width must be a multiple of 2 x n_heads, got width 30 and n_heads 7.*Use 28"),
         ({"n_layers": 0}, "n_layers must be an integer of at least 1, got 0"),
         ({"vocab_size": 2.5}, "vocab_size must be an integer of at least 1, got 2.5"),
         ({"vocab_size": True}, "vocab_size must be an integer"),
@@ -46,7 +49,7 @@ def test_llama_config_errors(change, message):
 def test_gpt_accepts_odd_heads_and_rejects_uneven_ones():
     """No rotary, so an odd head size is fine; a width that does not divide is not."""
     assert models.GPTConfig(**{**LLAMA, "width": 21}).head_dim == 3
-    with pytest.raises(ValueError, match="width 30 and n_heads 7"):
+    with pytest.raises(ValueError, match=r"a multiple of n_heads, got width 30 and n_heads 7. Use 28"):
         models.GPTConfig(**{**LLAMA, "width": 30})
 
 

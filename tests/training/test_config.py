@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 
 import pytest
 
@@ -101,9 +102,11 @@ def test_same_values_from_the_command_line(tmp_path):
     ],
 )
 def test_command_line_refuses(arguments, capsys):
-    with pytest.raises(SystemExit) as ended:
-        pretrain.parse(["--config", "demo", *arguments])
-    assert ended.value.code == 2
+    try:
+        code = pretrain.main(["--config", "demo", *arguments])
+    except SystemExit as ended:  # of the option parser: the form of an option or of a value
+        code = ended.code
+    assert code == 2
     told = " ".join(capsys.readouterr().err.replace("│", " ").split())
     assert arguments[1] in told or "n_heads 7" in told
     if arguments[0] == "--optimizer.sparisty":
@@ -151,9 +154,22 @@ def test_command_line_refuses(arguments, capsys):
         ("data.accumulate", 3, r"data.global_batch must be divisible"),
         ("data.length", 4096, r"data.length must be at most the model's max_length 128, got 4096"),
         ("model.tie_embeddings", "maybe", r"model.tie_embeddings must be True or False, got 'maybe'"),
-        ("model.preset", "llama500", r"Did you mean 'llama500m'"),
-        ("model.n_heads", 7, r"width 128 and n_heads 7"),
-        ("model.n_kv_heads", 3, r"n_heads 4 and n_kv_heads 3"),
+        ("model.preset", "llama500", r"^model.preset must be one of .*Did you mean 'llama500m'"),
+        ("model.preset", "nope", r"^model.preset must be one of .*, got 'nope'. Use one of these"),
+        ("model.n_layers", 0, r"^model.n_layers must be at least 1, got 0"),
+        ("model.width", 132, r"^model.width must be a multiple of 2 x n_heads, got width 132 and n_heads 4"),
+        (
+            "optimizer.foo",
+            1,
+            r"unknown setting 'optimizer.foo'. Known ones: optimizer.name, optimizer.density, ",
+        ),
+        ("foo", 1, r"unknown setting 'foo'. Known ones: checkpoint, data, "),
+        (
+            "model.n_heads",
+            7,
+            r"^model.width must be a multiple of 2 x n_heads, got width 128 and n_heads 7.*Use 126",
+        ),
+        ("model.n_kv_heads", 3, r"^model.n_kv_heads must divide n_heads, got n_heads 4 and n_kv_heads 3"),
     ],
 )
 def test_bad_value_is_named_with_what_must_hold(key, value, message):
@@ -162,7 +178,9 @@ def test_bad_value_is_named_with_what_must_hold(key, value, message):
 
 
 def test_gpt_has_no_choice_of_kv_heads():
-    with pytest.raises(ValueError, match=r"model.n_kv_heads must be left out for gpt345m"):
+    with pytest.raises(
+        ValueError, match=r"model.n_kv_heads must be left out for gpt345m, got 4. A GPT has no"
+    ):
         settings.ModelConfig(preset="gpt345m", n_kv_heads=4)
 
 
@@ -175,7 +193,7 @@ def test_unreadable_files(tmp_path):
     with pytest.raises(ValueError, match="no settings file at"):
         settings.read_values(tmp_path / "absent.json")
     (tmp_path / "bad.json").write_text("{")
-    with pytest.raises(ValueError, match=r"bad.json is not valid JSON"):
+    with pytest.raises(ValueError, match=r"bad.json must be valid JSON"):
         settings.read_values(tmp_path / "bad.json")
     (tmp_path / "list.json").write_text(json.dumps([1]))
     with pytest.raises(ValueError, match=r"must hold keys and values"):
@@ -185,9 +203,55 @@ def test_unreadable_files(tmp_path):
         settings.read_values(tmp_path / "settings.toml")
 
 
-def test_unknown_preset_names_the_nearest():
-    with pytest.raises(ValueError, match=r"got 'llama500'. Did you mean 'llama500m'"):
+def test_unknown_preset_names_the_nearest_if_one_is_near():
+    with pytest.raises(ValueError, match=r"one of demo, tiny, .*got 'llama500'. Did you mean 'llama500m'"):
         settings.preset("llama500")
+    with pytest.raises(ValueError, match=r"one of demo, tiny, .*got 'nope'. Use one of these.$"):
+        settings.preset("nope")
+
+
+WRONG = {
+    "run.steps": 0, "run.seed": -1, "data.global_batch": 9, "data.length": 129, "optimizer.density": 2,
+    "optimizer.b1": 1, "optimizer.b2": -0.1, "optimizer.eps": 0, "optimizer.weight_decay": -1,
+    "optimizer.block_size": 3, "optimizer.mask_every": 0, "optimizer.density_warmup_fraction": 2,
+    "schedule.learning_rate": -1, "schedule.warmup_fraction": 2, "eval.every": -1, "checkpoint.every": -1,
+    "checkpoint.keep": 0, "log.every": 0,
+}  # fmt: skip
+
+
+def test_all_that_is_wrong_is_told_at_once_with_what_to_do(capsys):
+    """One line each, also for what holds between sections, from a caller as from the command line."""
+    with pytest.raises(ValueError, match=rf"^{len(WRONG)} settings are wrong:\n") as refused:
+        settings.update(settings.preset("demo"), WRONG)
+    lines = str(refused.value).splitlines()[1:]
+    assert {line.split()[0] for line in lines} == set(WRONG)
+    for line in lines:
+        assert re.search(r" must .+, got \S+\. \S", line), line
+    options = [part for key, value in WRONG.items() for part in (f"--{key}", str(value))]
+    assert pretrain.main(["--config", "demo", *options]) == 2
+    assert capsys.readouterr().err.splitlines()[1:] == lines
+
+
+def test_wrong_types_and_unknown_names_are_told_together():
+    """A section with a value of another type is not compared; what holds elsewhere still is."""
+    values = {
+        "optimizer.b1": "high",
+        "optimizer.b3": 1,
+        "model.n_layers": 0,
+        "model.width": -1,
+        "mesh.data": 3,
+    }
+    with pytest.raises(ValueError, match=r"^5 settings are wrong") as refused:
+        settings.update(settings.preset("demo"), values)
+    told = str(refused.value)
+    for part in (
+        "optimizer.b1 must be a number",
+        "'optimizer.b3'",
+        "model.n_layers",
+        "model.width",
+        "= 3 x 1",
+    ):
+        assert part in told, part
 
 
 def test_settings_are_frozen():

@@ -106,6 +106,7 @@ def test_large_model_in_a_process_of_its_own(tmp_path):
     ("arguments", "message"),
     [
         (["--config", "demmo"], "Did you mean 'demo'"),
+        (["--config", "nope"], "got 'nope'. Use one of these."),
         (["--resume", "nowhere"], "must hold config.json, got nowhere"),
         (["--resume", "nowhere", "--config", "demo"], "leave --config out"),
         (["--config", "tiny", "--config-file", "absent.json"], "no settings file at absent.json"),
