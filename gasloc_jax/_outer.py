@@ -11,15 +11,8 @@ import optax
 from gasloc_jax._graphs import Pool
 from gasloc_jax._mix import Mixer
 
-# For optax.inject_hyperparams: what is not a number that may change while training.
-STATIC_ARGS = (
-    "outer",
-    "topology",
-    "axis_name",
-    "payload_dtype",
-    "payload_block_size",
-    "island_axis",
-)
+# For optax.inject_hyperparams with any factory here: what is not a number that may change while training.
+STATIC_ARGS = ("axis_name", "payload_dtype", "payload_block_size", "island_axis")
 
 
 class OuterOptimizer(optax.GradientTransformationExtraArgs):
