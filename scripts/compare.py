@@ -30,7 +30,9 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         runs = [read_run(folder) for folder in options.runs]
         if not options.out.endswith(".png"):
-            raise ValueError(f"--out must end in .png, got {options.out}.")
+            raise ValueError(
+                f"--out must end in .png, got {options.out}. Name a picture such as compare.png."
+            )
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -20,6 +20,10 @@ import orbax.checkpoint as ocp
 from training.config import Config, dotted, update
 
 CHECKPOINT_FOLDER = "checkpoints"
+_RESUME = (
+    "Resume with the saved settings, or start a new run; --checkpoint.parameters_from RUN takes over the "
+    "parameters alone."
+)
 _SHOWN = 4  # leaves and settings listed per kind of difference
 
 
@@ -94,7 +98,9 @@ class Checkpoints:
         step = self._step(step)
         meta = self.read_meta(step)
         wanted = {"params": by_path(params), "opt_state": by_path(opt_state)}
-        self._check_leaves(step, meta, wanted, config)
+        self._check_leaves(
+            step, meta, wanted, config, ("model.", "optimizer.", "mesh."), "model and optimizer", _RESUME
+        )
         self._check_settings(step, meta, config)
         return meta
 
@@ -102,7 +108,8 @@ class Checkpoints:
         """Only the parameters, for evaluation, export, or a new run with another optimizer."""
         step = self._step(step)
         wanted = {"params": by_path(params)}
-        self._check_leaves(step, self.read_meta(step), wanted, config)
+        advice = "Set the model to the checkpoint's values, or start from other parameters."
+        self._check_leaves(step, self.read_meta(step), wanted, config, ("model.",), "model", advice)
         return like(params, self._read(step, wanted)["params"])
 
     def read_meta(self, step: int | None = None) -> dict[str, Any]:
@@ -128,10 +135,13 @@ class Checkpoints:
         found = self._manager.all_steps()
         if not found:
             raise ValueError(
-                f"a checkpoint is needed, got none in {self.folder}. Start the run without --resume."
+                f"a checkpoint is needed, got none in {self.folder}. Name a run that has saved one, or start "
+                "anew without it."
             )
         if step is not None and step not in found:
-            raise ValueError(f"no checkpoint of step {step} in {self.folder}, which holds {sorted(found)}.")
+            raise ValueError(
+                f"no checkpoint of step {step} in {self.folder}, which holds {sorted(found)}. Use one."
+            )
         return max(found) if step is None else step
 
     def _read(self, step: int, wanted: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, jax.Array]]:
@@ -163,22 +173,27 @@ class Checkpoints:
             ) from error
 
     def _check_leaves(
-        self, step: int, meta: Mapping[str, Any], wanted: Mapping[str, Mapping[str, Any]], config: Config
+        self,
+        step: int,
+        meta: Mapping[str, Any],
+        wanted: Mapping[str, Mapping[str, Any]],
+        config: Config,
+        sections: tuple[str, ...],
+        what: str,
+        advice: str,
     ) -> None:
         lines = []
         for item, leaves in wanted.items():
             lines += _differences(item, meta["leaves"][item], _shapes(leaves))
         if lines:
-            settings = _changed(meta["config"], dotted(config), ("model.", "optimizer.", "mesh."))
+            settings = _changed(meta["config"], dotted(config), sections)
             raise ValueError(
-                f"the checkpoint of step {step} in {self.folder} must hold the state of this model and "
-                "optimizer, "
+                f"the checkpoint of step {step} in {self.folder} must hold the state of this {what}, "
                 "but differs (nothing was loaded):\n  "
                 + "\n  ".join(lines)
                 + "\nsettings, checkpoint -> now:\n  "
                 + ("\n  ".join(settings) or "no setting differs")
-                + "\nResume with the saved settings, or start a new run; --checkpoint.parameters_from RUN "
-                "takes over the parameters alone."
+                + f"\n{advice}"
             )
 
     def _check_settings(self, step: int, meta: Mapping[str, Any], config: Config) -> None:
@@ -194,11 +209,7 @@ class Checkpoints:
         if changed:
             raise ValueError(
                 f"the checkpoint of step {step} in {self.folder} was made with other settings (nothing was "
-                "loaded), "
-                "checkpoint -> now:\n  "
-                + "\n  ".join(changed)
-                + "\nResume with the saved settings, or start a new "
-                "run with --checkpoint.parameters_from RUN."
+                "loaded), checkpoint -> now:\n  " + "\n  ".join(changed) + f"\n{_RESUME}"
             )
 
 

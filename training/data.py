@@ -57,7 +57,9 @@ def make_loader(
     rows = _own_rows(global_batch, length, num_workers, process_index, process_count)
     _check_vocab(token_file, vocab_size)
     if seed < 0 or start_step < 0:
-        raise ValueError(f"seed and start_step must be >= 0, got seed={seed} and start_step={start_step}.")
+        raise ValueError(
+            f"seed and start_step must be >= 0, got seed={seed} and start_step={start_step}. Use 0."
+        )
     if prefetch_batches < 0 or num_threads < 0:
         raise ValueError(
             f"prefetch_batches and num_threads must be >= 0, got {prefetch_batches} and {num_threads}. "
@@ -262,7 +264,7 @@ def _own_rows(
     if min(global_batch, length, num_workers, process_count) < 1:
         raise ValueError(
             f"global_batch, length, num_workers and process_count must be >= 1, got {global_batch}, "
-            f"{length}, {num_workers} and {process_count}."
+            f"{length}, {num_workers} and {process_count}. Use 1 or more of each."
         )
     if global_batch % num_workers:
         raise ValueError(
@@ -275,7 +277,9 @@ def _own_rows(
             f"workers in {process_count} processes. Give every process the same number of workers."
         )
     if not 0 <= process_index < process_count:
-        raise ValueError(f"process_index must be in [0, {process_count}), got {process_index}.")
+        raise ValueError(
+            f"process_index must be in [0, {process_count}), got {process_index}. Pass jax.process_index()."
+        )
     size = global_batch // process_count
     return slice(process_index * size, (process_index + 1) * size)
 

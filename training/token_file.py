@@ -208,7 +208,7 @@ class TokenFile:
         if starts.size and not (0 <= starts.min() and starts.max() + length <= len(self)):
             raise ValueError(
                 f"windows of {length} tokens must lie inside the {len(self)} tokens of {self.path}, got "
-                f"starts from {starts.min()} to {starts.max()}."
+                f"starts from {starts.min()} to {starts.max()}. Use starts up to {len(self) - length}."
             )
         # Row by row: several times faster than one indexed gather, which computes B x L positions.
         windows = np.empty((starts.size, length), self.tokens.dtype)

@@ -92,7 +92,7 @@ def test_newest_are_kept_and_the_newest_is_taken(tmp_path):
 def test_nothing_to_resume_from(tmp_path):
     with (
         Checkpoints(tmp_path) as checkpoints,
-        pytest.raises(ValueError, match=r"needed, got none .* without --resume"),
+        pytest.raises(ValueError, match=r"needed, got none .* Name a run that has saved one"),
     ):
         checkpoints.restore(*make_state(helpers.make_mesh(2)), CONFIG)
 

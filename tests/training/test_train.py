@@ -242,6 +242,17 @@ def test_other_optimizer_may_start_from_the_parameters(whole):
     assert state.step == 0
 
 
+def test_parameters_of_another_model_are_refused_by_the_models_settings(whole):
+    """Optimizer and workers may differ: naming them would send the user to the wrong settings."""
+    changes = {"model.width": 64, "optimizer.name": "adamw", "mesh.data": 2}
+    changes["checkpoint.parameters_from"] = str(whole.folder)
+    with pytest.raises(ValueError, match="nothing was loaded") as refused:
+        start(build(settings.update(whole.setup.config, changes)))
+    told = str(refused.value)
+    assert "model.width: None -> 64" in told and told.endswith("or start from other parameters.")
+    assert "optimizer" not in told and "mesh.data" not in told
+
+
 def test_abstract_state_is_that_of_a_real_one(whole):
     state = start(whole.setup)
     for got, want in zip(abstract_state(whole.setup), (state.params, state.opt_state), strict=True):
