@@ -45,7 +45,10 @@ class RunLog:
         if self._mark is None:  # the first step of this process: what it waits for is the compiler
             self._complete_oldest()
             self._mark = self._done
-            self._progress.note(f"first step after {self._done[1] - self._began:.1f} s, compilation included")
+            self._progress.note(
+                f"first step after {self._done[1] - self._began:.1f} s, compilation included; a line's loss is the "
+                "mean since the line before"
+            )
         while len(self._in_flight) > _IN_FLIGHT:
             self._complete_oldest()
 

@@ -15,7 +15,7 @@ from rich.table import Table
 
 
 class Progress:
-    """Shows step, loss, tokens/s, bytes sent against dense, time left and skipped steps."""
+    """Shows step, mean loss since the last line, tokens/s, bytes sent against dense, time left and skipped steps."""
 
     def __init__(self, total_steps: int, *, start_step: int = 0, file: TextIO | None = None):
         self.console = Console(file=file or sys.stdout, highlight=False)
@@ -52,7 +52,10 @@ class Progress:
     def line(self, record: Mapping[str, Any]) -> str:
         """The text of the line."""
         step = record["step"]
-        parts = [f"step {step}/{self.total_steps}", f"loss {record.get('loss_mean', record['loss']):.3f}"]
+        parts = [
+            f"step {step}/{self.total_steps}",
+            f"mean loss {record.get('loss_mean', record['loss']):.3f}",
+        ]
         parts.append(f"{quantity(record['tokens_per_sec'])} tokens/s")
         sent, dense = record["bytes_sent_total"], record["dense_bytes_total"]
         if dense:

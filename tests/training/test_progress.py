@@ -19,7 +19,9 @@ def test_plain_line_without_a_terminal():
         progress.update(RECORD)
         progress.note("saved")
     line, note = out.getvalue().splitlines()
-    assert line == "step 50/100  loss 2.250  12.3k tokens/s  sent 2 MB of 20 MB dense (10.0x fewer)  ? left"
+    assert (
+        line == "step 50/100  mean loss 2.250  12.3k tokens/s  sent 2 MB of 20 MB dense (10.0x fewer)  ? left"
+    )
     assert note == "saved"
     assert "\x1b" not in out.getvalue()
 
