@@ -9,12 +9,28 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from training import compare
 from training.report import read_run
+
+
+def console_table(rows: Sequence[tuple[str, ...]], title: str) -> Table:
+    """As narrow as the longest word of each column; only the run's name may be folded."""
+    shown = Table(title=title, box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1))
+    for number, name in enumerate(compare.COLUMNS):
+        words = name.split() + [part for row in rows for part in row[number].split(" of ")]
+        if number == 0:
+            shown.add_column(name, overflow="fold")
+        else:
+            shown.add_column(name, justify="right", width=max(map(len, words)))
+    for row in rows:
+        shown.add_row(*row)
+    return shown
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -36,10 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    shown = Table(*compare.COLUMNS, title=f"{len(runs)} runs")
-    for row in compare.table(runs):
-        shown.add_row(*row)
-    Console().print(shown)
+    Console().print(console_table(compare.table(runs), f"{len(runs)} runs"))
     picture, page = compare.write(runs, options.out)
     print(f"picture: {picture}\npage: {page}")
     return 0

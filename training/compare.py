@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter, NullFormatter
+from matplotlib.ticker import EngFormatter
 
 from training import metrics
 from training.progress import amount, quantity
-from training.report import RunResults, svg
+from training.report import RunResults, log_ticks, svg
 
 COLUMNS = (
     "run",
@@ -20,7 +20,7 @@ COLUMNS = (
     "train loss",
     "validation loss",
     "tokens/s",
-    "bytes/worker/step",
+    "bytes per worker and step",
     "times fewer",
     "fewer, whole run",
 )
@@ -99,10 +99,7 @@ def figure(runs: Sequence[RunResults]) -> Figure:
     by_bytes.set(title="validation loss for bytes sent per worker", xlabel="bytes")
     if anything_sent:
         by_bytes.set_xscale("log")
-        by_bytes.xaxis.set_minor_formatter(NullFormatter())  # a narrow range would label every tick
-    for set_formatter in (by_bytes.xaxis.set_major_formatter, by_bytes.xaxis.set_minor_formatter):
-        set_formatter(EngFormatter(unit="B"))  # after the scale, which brings its own
-    by_bytes.tick_params(axis="x", which="both", labelrotation=30)
+        log_ticks(by_bytes.xaxis, EngFormatter(unit="B"))  # after the scale, which brings its own
     for axes in (by_step, validation, by_bytes):
         axes.grid(alpha=0.3)
     drawing.legend(loc="outside lower center", ncols=min(4, len(runs)))

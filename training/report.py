@@ -9,12 +9,16 @@ import dataclasses
 import html
 import io
 import json
+import math
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
+from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter
+from matplotlib.ticker import EngFormatter, Formatter, LogLocator, NullFormatter, StrMethodFormatter
 
 from training import metrics
 from training.progress import amount, duration, quantity
@@ -44,7 +48,8 @@ class RunResults:
         optimizer = self.config["optimizer"]
         dense = optimizer["name"] in ("adams", "adamw")
         density = "" if dense else f" d={optimizer['density']:g}"
-        return f"{self.folder.name} ({optimizer['name']}{density})"
+        details = f"{optimizer['name']}{density}"
+        return self.folder.name if details in self.folder.name else f"{self.folder.name} ({details})"
 
 
 def read_run(folder: str | Path) -> RunResults:
@@ -121,44 +126,99 @@ def _table(rows: list[tuple[str, str]]) -> str:
     return f"<table>{''.join(cells)}</table>"
 
 
+@dataclasses.dataclass(frozen=True)
+class Panel:
+    """One plot of a run: its curves, as (key of metrics.jsonl, name), and how to read it."""
+
+    title: str
+    curves: tuple[tuple[str, str], ...]
+    meaning: str
+
+
+PANELS = (
+    Panel(
+        "loss (nats per token)",
+        (("loss_mean", "training"), ("validation_loss", "validation")),
+        "Mean training loss since the point before, and loss on held-out text: good is falling; validation "
+        "rising while training falls is overfitting.",
+    ),
+    Panel(
+        "bytes sent per worker",
+        (("bytes_sent_total", "sent"), ("dense_bytes_total", "dense all-reduce")),
+        "What a worker has sent so far, beside what a dense exchange would have: good is far below it.",
+    ),
+    Panel(
+        "density of the mask",
+        (("density", "density"),),
+        "Fraction of the entries sent in a step: falls from 1 during the warm-up to optimizer.density, and a little "
+        "above it for leaves that are sent whole.",
+    ),
+    Panel(
+        "overlap of adjacent masks",
+        (("mask_overlap", "overlap"),),
+        "Part of a mask that was in the one before: good is in between, for at 1 the same entries go every time, "
+        "and at the density the choice is as by chance.",
+    ),
+    Panel(
+        "norms",
+        (("residual_norm", "residual"), ("kept_norm", "kept part"), ("grad_norm", "averaged gradient")),
+        "The residual is what waits to be sent: good is a level line; one that keeps growing says that too little "
+        "is sent.",
+    ),
+    Panel(
+        "learning rate",
+        (("lr", "learning rate"),),
+        "What each step applied: good is the schedule as you set it; it stands still in a skipped step.",
+    ),
+)
+
+
 def run_figure(run: RunResults) -> Figure:
-    """Loss, bytes, density, mask overlap, norms and learning rate; panels without data are left out."""
-    panels = [("loss (nats per token)", [("loss_mean", "training"), ("validation_loss", "validation")])]
-    panels += [
-        ("bytes sent per worker", [("bytes_sent_total", "sent"), ("dense_bytes_total", "dense all-reduce")])
+    """Loss, bytes, density, mask overlap, norms and learning rate, each with a sentence; panels without data are
+    left out.
+    """
+    drawn = [
+        (panel, curves)
+        for panel in PANELS
+        if (curves := [c for c in panel.curves if metrics.series(run.records, c[0])[0]])
     ]
-    panels += [("density of the mask", [("density", "density")])]
-    panels += [("overlap of adjacent masks", [("mask_overlap", "overlap")])]
-    panels += [
-        (
-            "norms",
-            [("residual_norm", "residual"), ("kept_norm", "kept part"), ("grad_norm", "averaged gradient")],
-        )
-    ]
-    panels += [("learning rate", [("lr", "learning rate")])]
-    panels = [
-        (title, [c for c in curves if metrics.series(run.records, c[0])[0]]) for title, curves in panels
-    ]
-    panels = [(title, curves) for title, curves in panels if curves]
-    figure = Figure(figsize=(11, 3.1 * max(1, (len(panels) + 1) // 2)), layout="constrained")
-    for number, (title, curves) in enumerate(panels):
-        axes = figure.add_subplot((len(panels) + 1) // 2, 2, number + 1)
-        positive = False
+    rows = max(1, (len(drawn) + 1) // 2)
+    figure = Figure(figsize=(11, 3.6 * rows), layout="constrained")
+    for number, (panel, curves) in enumerate(drawn):
+        axes = figure.add_subplot(rows, 2, number + 1)
+        largest = 0.0
         for key, label in curves:
             steps, values = metrics.series(run.records, key)
             axes.plot(steps, values, label=label, marker="o" if len(steps) < 25 else None, markersize=3)
-            positive = positive or any(value > 0 for value in values)
-        if title == "norms":
-            axes.set_yscale("log" if positive else "linear")
-        elif title != "loss (nats per token)":
-            axes.set_ylim(bottom=0)
-        if title == "bytes sent per worker":
-            axes.yaxis.set_major_formatter(EngFormatter(unit="B"))
-        axes.set(title=title, xlabel="step")
+            largest = max([largest, *(value for value in values if math.isfinite(value))])
+        _scale(axes, panel.title, largest)
+        axes.set(title=panel.title, xlabel="step\n" + textwrap.fill(panel.meaning, 72))
+        axes.xaxis.label.set_fontsize("small")
         axes.grid(alpha=0.3)
         if len(curves) > 1:
-            axes.legend()
+            axes.legend(framealpha=0.6)
     return figure
+
+
+def _scale(axes: Axes, title: str, largest: float) -> None:
+    """Limits with room above the largest value, and ticks that do not run into each other."""
+    if title == "norms" and largest > 0:
+        axes.set_yscale("log")
+        axes.set_ylim(top=4 * largest)  # room for the legend
+        log_ticks(axes.yaxis, StrMethodFormatter("{x:g}"))
+    elif title == "overlap of adjacent masks":
+        axes.set_ylim(0, 1.05)
+    elif title != "loss (nats per token)":
+        axes.set_ylim(0, 1.08 * largest or 1)
+    if title == "bytes sent per worker":
+        axes.yaxis.set_major_formatter(EngFormatter(unit="B"))
+
+
+def log_ticks(axis: Axis, formatter: Formatter) -> None:
+    """Labels at 1, 2 and 5 of each power of ten only: on a narrow range every minor tick would get one."""
+    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axis.set_major_formatter(formatter)
+    axis.set_minor_formatter(NullFormatter())
 
 
 def svg(figure: Figure) -> str:

@@ -4,11 +4,14 @@ import json
 import re
 
 import pytest
+from rich.console import Console
 
 from scripts import compare as command
+from scripts import pretrain
+from training import compare, report
 from training import config as settings
-from training import report
 from training.metrics import MetricsWriter
+from training.train import Outcome
 
 SUMMARY = {
     "steps": 40, "train_loss": 2.01, "validation_loss": 2.13, "perplexity": 8.4, "bits_per_byte": 3.07,
@@ -76,6 +79,45 @@ def test_curves_hold_the_logged_values(tmp_path):
     assert list(training.get_xdata()) == [10, 20, 30, 40]
     assert list(training.get_ydata()) == [4.5, 4.0, 3.5, 3.0]
     assert list(validation.get_xdata()) == [20, 40]
+
+
+def test_each_panel_says_what_is_good_and_keeps_its_curves_inside(tmp_path):
+    """An overlap of 1 ran along the frame; ticks of the norms, all between 1 and 10, ran into each other."""
+    run = report.read_run(make_run(tmp_path / "a"))
+    for record in run.records:
+        if "mask_overlap" in record:
+            record |= {"mask_overlap": 1.0, "residual_norm": record["step"] / 5}
+    figure = report.run_figure(run)
+    figure.canvas.draw()
+    for axes in figure.axes:
+        assert len(axes.get_xlabel().split()) > 10, axes.get_title()
+        bottom, top = axes.get_ylim()
+        values = [value for line in axes.get_lines() for value in line.get_ydata()]
+        assert bottom <= min(values) and max(values) < top - 0.02 * (top - bottom), axes.get_title()
+    norms = next(axes for axes in figure.axes if axes.get_title() == "norms")
+    labels = [tick.get_text() for tick in norms.get_yticklabels()]
+    assert {"1", "2", "5"} <= set(labels)
+    assert not any(tick.get_text() for tick in norms.get_yticklabels(minor=True))
+
+
+def test_label_names_the_optimizer_once(tmp_path):
+    runs = [make_run(tmp_path / name, optimizer="adams") for name in ("adams", "adams-2", "run")]
+    assert [report.read_run(run).label for run in runs] == ["adams", "adams-2", "run (adams)"]
+
+
+def test_tables_at_80_columns_cut_nothing(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    runs = [make_run(tmp_path / "a_name_of_some_length"), make_run(tmp_path / "going", finished=False)]
+    assert command.main([*map(str, runs), "--out", str(tmp_path / "picture.png")]) == 0
+    pretrain.show_summary(Outcome(runs[0], 40, SUMMARY | {"bytes_sent_total": 0}, 0), Console())
+    told = capsys.readouterr().out
+    table = told.partition("picture:")[0]
+    assert "\u2026" not in told  # the sign for a cut
+    assert max(map(len, table.splitlines())) <= 80
+    words = set(table.split())
+    assert words >= {word for column in compare.COLUMNS for word in column.split()}
+    assert words >= {"2.0100", "2.1300", "1.23k", "going", "40"}
+    assert "nothing is sent by one worker" in told
 
 
 def test_folder_without_a_run(tmp_path):
