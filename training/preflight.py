@@ -9,15 +9,17 @@ from __future__ import annotations
 import dataclasses
 import os
 from pathlib import Path
+from typing import Any
 
 import jax
 
 import models
-from training.config import Config
+from training.config import Config, dotted, update
 from training.corpus import prepare_stdlib
 from training.progress import amount
 from training.token_file import TokenFile, open_tokens
 
+_TRUSTED = 0.8  # of the memory, for what is advised: the estimate is not exact
 _STATE_BYTES_PER_PARAMETER = {"scape": 4.25, "adams": 4, "adamw": 8, "topk_adams": 8, "topk_adamw": 12}
 
 
@@ -101,31 +103,63 @@ def available_bytes() -> int:
 
 def memory_problem(config: Config) -> str | None:
     """What to say where the run does not fit into this machine's memory."""
+    on_cpu = jax.default_backend() == "cpu"
+    available = available_bytes() if on_cpu else _device_bytes()
+    if available is None or _needed_bytes(config) <= available:
+        return None
     estimate, workers = estimate_memory(config), config.mesh.data
-    if jax.default_backend() == "cpu":
+    have = f"{amount(available)} are available"
+    if on_cpu:
         here = min(workers, jax.local_device_count())
-        needed, available, where = estimate.total_bytes * here, available_bytes(), "this machine's memory"
-        if needed <= available:
-            return None
-        total = f"{here} workers on one CPU need about {amount(needed)}"
+        lines = [f"memory: {here} workers on one CPU need about {amount(_needed_bytes(config))}, {have}."]
     else:
-        stats = jax.local_devices()[0].memory_stats() or {}
-        available, where = stats.get("bytes_limit", 0), "each device"
-        if not available or estimate.total_bytes <= available:
-            return None
-        total = f"each device needs about {amount(estimate.total_bytes)}"
-    gpu = estimate_memory(config, on_gpu=True)
-    advice = [f"use {workers} GPUs with {amount(1.1 * gpu.total_bytes)} or more, one for each worker"]
-    if estimate.activations_bytes > estimate.total_bytes / 3:
-        if config.data.global_batch > workers * config.data.accumulate:
-            advice.append(f"raise --data.accumulate (now {config.data.accumulate}) to shrink the activations")
-        if not config.model.build().remat:
-            advice.append("set --model.remat True")
-    if jax.default_backend() == "cpu" and workers > 1:
-        advice.append(f"use fewer workers than --mesh.data {workers}")
-    have = f"{amount(available)} are available in {where}"
-    advice.append("take a smaller --config")
-    return f"memory: {total}, {have}. That is {estimate}. To run it: {'; or '.join(advice)}."
+        lines = [f"memory: each GPU needs about {amount(estimate.total_bytes)}, {have} on one."]
+    lines.append(f"Estimated: {estimate}.")
+    fitting = what_fits(config, _TRUSTED * available)
+    if fitting is None:
+        lines.append("Here it cannot fit, whatever the workers and micro-batches: take a smaller --config.")
+    else:
+        flags = " ".join(f"--{key} {value}" for key, value in fitting.items())
+        need = amount(_needed_bytes(update(config, fitting)))
+        lines.append(f"Here it fits with {flags} (about {need}), or take a smaller --config.")
+    if on_cpu:
+        gpu = 1.1 * estimate_memory(config, on_gpu=True).total_bytes
+        platform = " and --mesh.platform auto" if config.mesh.platform == "cpu" else ""
+        lines.append(
+            f"As it is set it needs a machine with {workers} GPUs of {amount(gpu)} or more{platform}."
+        )
+    return "\n    ".join(lines)
+
+
+def what_fits(config: Config, available: float) -> dict[str, Any] | None:
+    """The settings to change so that the run fits into `available` bytes: as many workers as now if that can be,
+    then without recomputation, then with the fewest micro-batches; None where nothing helps.
+    """
+    batch = config.data.global_batch
+    counts = [config.mesh.data]
+    while jax.default_backend() == "cpu" and counts[-1] % 2 == 0:  # they share the memory; a GPU has its own
+        counts.append(counts[-1] // 2)
+    for workers in counts:
+        for remat in sorted({config.model.build().remat, True}):
+            for accumulate in range(config.data.accumulate, batch // workers + 1):
+                if batch % (workers * accumulate):
+                    continue
+                wanted = {"mesh.data": workers, "data.accumulate": accumulate, "model.remat": remat}
+                changed = update(config, wanted)
+                if _needed_bytes(changed) <= available:
+                    now = dotted(config) | {"model.remat": config.model.build().remat}
+                    return {key: value for key, value in wanted.items() if value != now[key]}
+    return None
+
+
+def _needed_bytes(config: Config) -> int:
+    """Of this machine's memory on a CPU, which all workers share; of each device's elsewhere."""
+    sharing = min(config.mesh.data, jax.local_device_count()) if jax.default_backend() == "cpu" else 1
+    return estimate_memory(config).total_bytes * sharing
+
+
+def _device_bytes() -> int | None:
+    return (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
 
 
 def missing_data(config: Config) -> str | None:
@@ -137,13 +171,12 @@ def missing_data(config: Config) -> str | None:
     if not missing:
         return None
     vocabulary = config.model.build().vocab_size
+    lacks = f"{missing[0]} is missing" if len(missing) == 1 else "both are missing"
     return (
-        f"data: {folder} must hold train.tokens and validation.tokens, but {' and '.join(missing)} "
-        f"{'is' if len(missing) == 1 else 'are'} missing. Write each with "
-        "training.token_file.write_tokens(path, arrays_of_ids, "
-        f"vocab_size={vocabulary}, tokenizer_name=...) from your tokenized text, or point --data.source to "
-        "a folder that has "
-        "them; --data.source stdlib trains on the built-in byte-level corpus."
+        f"data: {folder} must hold train.tokens and validation.tokens, but {lacks}.\n    "
+        "Write each from your tokenized text with training.token_file.write_tokens(path, arrays_of_ids, "
+        f"vocab_size={vocabulary}, tokenizer_name=...).\n    "
+        "Or point --data.source to a folder that has them; --data.source stdlib takes the built-in bytes."
     )
 
 

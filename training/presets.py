@@ -107,7 +107,7 @@ def _large(
         data=data,
         optimizer=optimizer,
         schedule=schedule,
-        mesh=MeshConfig(data=8, platform="cpu"),
+        mesh=MeshConfig(data=8),  # GPUs where there are any
         eval=EvalConfig(every=1000, batches=32, final_batches=0),
         checkpoint=CheckpointConfig(every=1000, keep=3),
         log=LogConfig(every=20),

@@ -87,10 +87,24 @@ def test_large_model_says_what_is_missing_before_compiling(capsys, tmp_path, mon
     told = refused(capsys, "--config", "llama500m")
     assert time.perf_counter() - began < 20
     assert re.search(r"memory: 8 workers on one CPU need about [\d.]+ [GT]B, 16 GB are available", told)
-    assert "--data.accumulate" in told and "GPUs with" in told
+    assert re.search(r"needs a machine with 8 GPUs of [\d.]+ GB or more.\n", told)
+    assert "Here it cannot fit" in told and "both are missing" in told
     assert "data/slimpajama-6b-llama must hold train.tokens and validation.tokens" in told
     assert "write_tokens" in told and "vocab_size=32000" in told
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(("name", "available"), [("llama500m", 22e9), ("llama134m", 17e9), ("demo", 1.4e8)])
+def test_advice_on_memory_is_sound(name, available, monkeypatch):
+    """The settings that it names do fit; the advice was to raise one setting or to lower another, each of no use."""
+    monkeypatch.setattr(preflight, "available_bytes", lambda: int(available))
+    config = settings.preset(name)
+    told = preflight.memory_problem(config)
+    flags = dict(
+        re.findall(r"--([a-z]+\.[a-z]+) (\S+)", told.partition("Here it fits with ")[2].partition("(")[0])
+    )
+    assert flags
+    assert preflight.memory_problem(settings.update(config, flags)) is None
 
 
 def test_large_model_in_a_process_of_its_own(tmp_path):
