@@ -35,6 +35,10 @@ class Round:
         self.num_workers = int(mesh.shape[axis_name])
         self.island_size = mesh.size // self.num_workers
         self._over_workers = PartitionSpec(axis_name)
+        # Rounds that are dispatched ahead on several virtual CPU devices of a process have been seen to wait forever for each
+        # other's threads in a collective. There, a round begins when the last one has ended.
+        local = [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
+        self._waits = len(local) > 1 and local[0].platform == "cpu"
         self._bytes: int | None = None
         self._programs: dict[str, Any] = {}
         self._readers: dict[str, Any] = {}
@@ -202,6 +206,8 @@ class Round:
         return jax.shard_map(fn, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
     def _program(self, name: str, state: RoundState, batches: Any = None) -> Callable:
+        if self._waits:
+            jax.block_until_ready(state.round)
         if name in self._programs:
             return self._programs[name]
         specs, own, worker = self.specs(state), self._over_workers, self.worker
