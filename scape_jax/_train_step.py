@@ -190,9 +190,8 @@ class TrainStep:
 
     def collective_bytes(self, level: int | None = None) -> dict[str, int]:
         """Operand bytes of the collectives in the update's jaxpr, see `collective_operand_bytes`."""
-        update = lambda g, s, p: self._tx_update(g, s, p)  # noqa: E731
         fn = self._mapped(
-            update, (PartitionSpec(), self._specs, PartitionSpec()), (PartitionSpec(), self._specs)
+            self._tx_update, (PartitionSpec(), self._specs, PartitionSpec()), (PartitionSpec(), self._specs)
         )
         return collective_operand_bytes(
             fn, self._params_like, self._state_like, self._params_like, level=level
