@@ -7,9 +7,10 @@ from gasloc_jax._gasloc import GaslocState, NesterovGossipState, gasloc, nestero
 from gasloc_jax._graphs import Graph, Pool
 from gasloc_jax._inputs import make_mesh
 from gasloc_jax._local_step import LocalStep, make_local_step
+from gasloc_jax._make_round import make_round
 from gasloc_jax._outer import STATIC_ARGS, OuterOptimizer
 from gasloc_jax._payload import Payload, make_payload
-from gasloc_jax._round import Round, make_round
+from gasloc_jax._round import Round
 from gasloc_jax._topology import (
     Topology,
     complete,

@@ -28,7 +28,7 @@ class GaslocState(NamedTuple):
     Attributes:
       round: int32 (), rounds done.
       outer: state of the outer chain.
-      residual: float32 (1, entries sent), what compression still owes; None for float32 payloads.
+      residual: float32 (1, entries sent) for each piece, what compression still owes; None for float32 payloads.
       skipped: int32 (), rounds in which this worker's pseudo-gradient was not finite.
     """
 

@@ -61,15 +61,27 @@ class Graph:
 
 
 def graph_of(matrix: np.ndarray) -> Graph:
-    """The graph of a mixing matrix, a message for each cyclic offset that has a weight; zero weights send nothing."""
+    """The graph of a mixing matrix: its cyclic offsets, put together where nobody would send or receive twice.
+
+    Zero weights send nothing.
+    """
     size = matrix.shape[0]
-    messages, weights = [], []
+    messages: list[dict[int, int]] = []  # source -> destination
     for offset in range(1, size):
-        receive = np.array([matrix[i, (i - offset) % size] for i in range(size)])
-        if receive.any():
-            messages.append(tuple(((i - offset) % size, i) for i in range(size) if receive[i]))
-            weights.append(receive)
-    return Graph(tuple(messages), np.array(weights).reshape(len(messages), size), np.diag(matrix).copy())
+        pairs = {(i - offset) % size: i for i in range(size) if matrix[i, (i - offset) % size]}
+        if not pairs:
+            continue
+        for message in messages:
+            if not (message.keys() & pairs.keys() or set(message.values()) & set(pairs.values())):
+                message.update(pairs)
+                break
+        else:
+            messages.append(pairs)
+    weights = np.zeros((len(messages), size))
+    for row, message in zip(weights, messages, strict=True):
+        for source, destination in message.items():
+            row[destination] = matrix[destination, source]
+    return Graph(tuple(tuple(sorted(m.items())) for m in messages), weights, np.diag(matrix).copy())
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

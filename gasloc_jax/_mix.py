@@ -1,7 +1,7 @@
 """The exchange itself: z_i = sum_j W_ij y_j over a round's graph, and the mean over all workers, of whole trees.
 
-A tree travels as ONE array a message, so that a slow link pays its latency once. With a payload of less than float32 the
-mean over the workers is kept all the same:
+A tree travels as a few flat pieces: large leaves as they lie, without a copy, and all small ones together, so that a slow
+link pays its latency a few times only. With a payload of less than float32 the mean over the workers is kept all the same:
 
     q_j = Q(y_j + e_j),   e_j <- y_j + e_j - q_j,   z_i = y_i + sum_j W_ij (q_j - q_i)
 
@@ -10,16 +10,19 @@ sums over i to the sum of y, since W is doubly stochastic; what a worker could n
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from gasloc_jax._graphs import Graph, Pool
 from gasloc_jax._payload import Payload
 from gasloc_jax._topology import Topology
+
+# Leaves of fewer entries travel together: below this a message costs its latency rather than its bytes.
+SMALL = 1 << 16
 
 
 def num_workers_of(axis_name: str | None) -> int:
@@ -60,31 +63,30 @@ class Mixer:
     def pool(self) -> Pool:
         return self.topology.build(num_workers_of(self.axis_name))
 
-    def init(self, tree: Any) -> jax.Array | None:
-        """The residual e of this device, float32 (1, n), n the padded entries that it sends; None if nothing is lost."""
-        workers = num_workers_of(self.axis_name)
-        size = sum(math.prod(jnp.shape(x)) for x in jax.tree.leaves(tree))
+    def init(self, tree: Any) -> tuple[jax.Array, ...] | None:
+        """The residual e of this device, float32 (1, entries that it sends) a piece; None if nothing is lost."""
+        workers, devices = num_workers_of(self.axis_name), num_workers_of(self.island_axis)
         if self.payload.lossless or workers == 1:
             return None
-        islands = num_workers_of(self.island_axis)
-        return jnp.zeros((1, self._padded(size, workers) // islands), jnp.float32)
+        sizes = (self._padded(size, workers) // devices for size in piece_sizes(tree))
+        return tuple(jnp.zeros((1, size), jnp.float32) for size in sizes)
 
-    def mix(self, tree: Any, residual: jax.Array | None, round: jax.Array) -> tuple[Any, jax.Array | None]:
+    def mix(self, tree: Any, residual: Any, round: jax.Array) -> tuple[Any, Any]:
         """(z, new residual): the graph of this round applied to every leaf, float32.
 
-        Communicated: one message a neighbour with every entry of the tree, see `Pool.bytes_per_round`.
+        Communicated: every entry of the tree to each neighbour, see `Pool.bytes_per_round`.
         """
         pool = self.pool()
         if pool.num_workers == 1:
             return jax.tree.map(lambda x: x.astype(jnp.float32), tree), residual
-        own = self._own_part(self._flatten(tree, pool.num_workers))
-        if pool.all_reduce and self.payload.lossless:
-            mixed = lax.psum(own, self.axis_name) / pool.num_workers
+        own = self._own_parts(tree, pool.num_workers)
+        if pool.all_reduce and residual is None:
+            mixed = [x / pool.num_workers for x in lax.psum(own, self.axis_name)]
         else:
             mixed, residual = self._gossip(own, residual, pool, round)
-        return self._unflatten(self._whole(mixed), tree), residual
+        return self._whole(mixed, tree), residual
 
-    def mean(self, tree: Any, residual: jax.Array | None) -> tuple[Any, jax.Array | None]:
+    def mean(self, tree: Any, residual: Any) -> tuple[Any, Any]:
         """(mean over all workers, new residual), bit-equal on all of them.
 
         Communicated: float32 as one all-reduce. Less than that as an all-to-all of parts, averaged in float32 by each
@@ -95,84 +97,110 @@ class Mixer:
         if workers == 1:
             return jax.tree.map(lambda x: x.astype(jnp.float32), tree), residual
         if residual is None and num_workers_of(self.island_axis) == 1:
-            # Leaf by leaf: XLA makes one all-reduce of them, and no copy is needed.
+            # Leaf by leaf: XLA makes one all-reduce of them.
             total = lax.psum(jax.tree.map(lambda x: x.astype(jnp.float32), tree), self.axis_name)
             return jax.tree.map(lambda x: x / workers, total), None
-        own = self._own_part(self._flatten(tree, workers))
+        own = self._own_parts(tree, workers)
         if residual is None:
-            return self._unflatten(self._whole(lax.psum(own, self.axis_name) / workers), tree), None
-        encode, decode = jax.vmap(self.payload.encode), jax.vmap(self.payload.decode)
-        wanted = (own + residual[0]).reshape(workers, -1)
-        messages = encode(wanted)
-        lost = wanted - decode(messages)
-        received = lax.all_to_all(messages, self.axis_name, 0, 0)
-        mean = jnp.mean(decode(received), axis=0)
-        message = self.payload.encode(mean)
-        lost = lost.at[lax.axis_index(self.axis_name)].add(workers * (mean - self.payload.decode(message)))
-        means = decode(lax.all_gather(message, self.axis_name))
-        return self._unflatten(self._whole(means.reshape(-1)), tree), lost.reshape(1, -1)
+            return self._whole([x / workers for x in lax.psum(own, self.axis_name)], tree), None
+        means, lost = zip(
+            *(self._compressed_mean(x, e[0], workers) for x, e in zip(own, residual, strict=True)),
+            strict=True,
+        )
+        return self._whole(means, tree), lost
 
-    # One message --------------------------------------------------------------------------------------------------
+    # Pieces of one device, each float32 (n,) ----------------------------------------------------------------------
+
+    def _compressed_mean(self, own: jax.Array, owed: jax.Array, workers: int) -> tuple[jax.Array, jax.Array]:
+        encode, decode = jax.vmap(self.payload.encode), jax.vmap(self.payload.decode)
+        wanted = (own + owed).reshape(workers, -1)
+        parts = encode(wanted)
+        lost = wanted - decode(parts)
+        received = jax.tree.map(lambda x: lax.all_to_all(x, self.axis_name, 0, 0), parts)
+        mean = jnp.mean(decode(received), axis=0)
+        said = self.payload.encode(mean)
+        lost = lost.at[lax.axis_index(self.axis_name)].add(workers * (mean - self.payload.decode(said)))
+        return decode(lax.all_gather(said, self.axis_name)).reshape(-1), lost.reshape(1, -1)
 
     def _gossip(
-        self, own: jax.Array, residual: jax.Array | None, pool: Pool, round: jax.Array
-    ) -> tuple[jax.Array, jax.Array | None]:
+        self, own: list[jax.Array], residual: Any, pool: Pool, round: jax.Array
+    ) -> tuple[list[jax.Array], Any]:
         index, worker = pool.index(round), lax.axis_index(self.axis_name)
-        weights = pool.receive_table[index, :, worker]
-        wanted = own if residual is None else own + residual[0]
-        message = self.payload.encode(wanted)
-        received = [self.payload.decode(x) for x in self._send(message, pool.graphs, index)]
+        weights, kept = pool.receive_table[index, :, worker], pool.self_table[index, worker]
         if residual is None:
-            mixed = pool.self_table[index, worker] * own
-            for weight, x in zip(weights, received, strict=True):
-                mixed = mixed + weight * x
+            received = self._send([self.payload.encode(x) for x in own], pool.graphs, index)
+            mixed = [kept * x for x in own]
+            for weight, messages in zip(weights, received, strict=True):
+                mixed = [x + weight * self.payload.decode(m) for x, m in zip(mixed, messages, strict=True)]
             return mixed, None
-        said, mixed = self.payload.decode(message), own
-        for weight, x in zip(weights, received, strict=True):
+        wanted = [x + e[0] for x, e in zip(own, residual, strict=True)]
+        said = [self.payload.encode(x) for x in wanted]
+        received, heard = self._send(said, pool.graphs, index), [self.payload.decode(m) for m in said]
+        mixed = own
+        for weight, messages in zip(weights, received, strict=True):
             # A missing message is zeros with weight 0.
-            mixed = mixed + weight * (x - said)
-        lost = jnp.where(pool.sends_table[index, worker], wanted - said, residual[0])
-        return mixed, lost[None]
+            mixed = [
+                x + weight * (self.payload.decode(m) - q)
+                for x, m, q in zip(mixed, messages, heard, strict=True)
+            ]
+        sends = pool.sends_table[index, worker]
+        lost = tuple(
+            jnp.where(sends, x - q, e[0])[None] for x, q, e in zip(wanted, heard, residual, strict=True)
+        )
+        return mixed, lost
 
-    def _send(self, message: jax.Array, graphs: tuple[Graph, ...], index: jax.Array) -> tuple[jax.Array, ...]:
-        """What this worker receives in each message of the graph number `index`; zeros where it receives none."""
+    def _send(self, messages: Any, graphs: tuple[Graph, ...], index: jax.Array) -> tuple[Any, ...]:
+        """What this worker receives along each permutation of the graph number `index`; zeros where it receives none."""
 
         def branch(graph: Graph):
             return lambda x: tuple(lax.ppermute(x, self.axis_name, pairs) for pairs in graph.messages)
 
         if len(graphs) == 1:
-            return branch(graphs[0])(message)
-        return lax.switch(index, [branch(graph) for graph in graphs], message)
+            return branch(graphs[0])(messages)
+        return lax.switch(index, [branch(graph) for graph in graphs], messages)
 
-    # Trees and the vector that travels ----------------------------------------------------------------------------
+    # From a tree to pieces and back -------------------------------------------------------------------------------
 
     def _padded(self, size: int, workers: int) -> int:
-        """Entries of the vector: whole blocks for each device of an island and, where all average, for each owner."""
+        """Entries of a piece: whole blocks for each device of an island and, where all average, for each owner."""
         parts = num_workers_of(self.island_axis)
         if self.topology.build(workers).all_reduce and not self.payload.lossless:
             parts *= workers
         multiple = parts * self.payload.granularity
         return -(-size // multiple) * multiple
 
-    def _flatten(self, tree: Any, workers: int) -> jax.Array:
-        leaves = [x.astype(jnp.float32).reshape(-1) for x in jax.tree.leaves(tree)]
-        size = sum(x.size for x in leaves)
-        padding = jnp.zeros((self._padded(size, workers) - size,), jnp.float32)
-        return jnp.concatenate([*leaves, padding])
-
-    def _unflatten(self, flat: jax.Array, like: Any) -> Any:
-        leaves, treedef = jax.tree.flatten(like)
-        ends = np.cumsum([x.size for x in leaves])
-        return treedef.unflatten(
-            [flat[end - x.size : end].reshape(x.shape) for x, end in zip(leaves, ends, strict=True)]
+    def _own_parts(self, tree: Any, workers: int) -> list[jax.Array]:
+        """The part of each piece that this device sends: flat, but for a piece that travels whole as it lies."""
+        leaves = [x.astype(jnp.float32) for x in jax.tree.leaves(tree)]
+        small = [x.reshape(-1) for x in leaves if x.size < SMALL]
+        pieces = [x for x in leaves if x.size >= SMALL] + ([jnp.concatenate(small)] if small else [])
+        devices = num_workers_of(self.island_axis)
+        if self.payload.lossless and devices == 1:
+            # Arithmetic across a reshape costs XLA on CPU its vector instructions.
+            return pieces
+        flat = [jnp.pad(x.reshape(-1), (0, self._padded(x.size, workers) - x.size)) for x in pieces]
+        return (
+            [x.reshape(devices, -1)[lax.axis_index(self.island_axis)] for x in flat] if devices > 1 else flat
         )
 
-    def _own_part(self, flat: jax.Array) -> jax.Array:
-        if num_workers_of(self.island_axis) == 1:
-            return flat
-        return flat.reshape(num_workers_of(self.island_axis), -1)[lax.axis_index(self.island_axis)]
+    def _whole(self, parts: Sequence[jax.Array], like: Any) -> Any:
+        """The tree of all devices' parts."""
+        if num_workers_of(self.island_axis) > 1:
+            parts = [lax.all_gather(x, self.island_axis, tiled=True) for x in parts]
+        leaves, treedef = jax.tree.flatten(like)
+        large, start, out = iter(parts), 0, []
+        for x in leaves:
+            if x.size >= SMALL:
+                part = next(large)
+                out.append(part if part.shape == x.shape else part[: x.size].reshape(x.shape))
+            else:
+                out.append(parts[-1][start : start + x.size].reshape(x.shape))
+                start += x.size
+        return treedef.unflatten(out)
 
-    def _whole(self, part: jax.Array) -> jax.Array:
-        if num_workers_of(self.island_axis) == 1:
-            return part
-        return lax.all_gather(part, self.island_axis, tiled=True)
+
+def piece_sizes(tree: Any) -> list[int]:
+    """Entries of each piece that a tree travels as, without padding."""
+    sizes = [math.prod(jnp.shape(x)) for x in jax.tree.leaves(tree)]
+    small = [size for size in sizes if size < SMALL]
+    return [size for size in sizes if size >= SMALL] + ([sum(small)] if small else [])

@@ -1,6 +1,5 @@
 """What every outer optimizer here shares: its interface, and a pseudo-gradient that is finite."""
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from gasloc_jax._graphs import Pool
-from gasloc_jax._mix import Mixer
+from gasloc_jax._mix import Mixer, piece_sizes
 
 # For optax.inject_hyperparams with any factory here: what is not a number that may change while training.
 STATIC_ARGS = ("axis_name", "payload_dtype", "payload_block_size", "island_axis")
@@ -50,8 +49,8 @@ class OuterOptimizer(optax.GradientTransformationExtraArgs):
 
     def bytes_per_round(self, params: Any, num_workers: int) -> int:
         """Bytes that one worker (all its devices together) sends in a round; `params` may be ShapeDtypeStructs."""
-        entries = sum(math.prod(jnp.shape(p)) for p in jax.tree.leaves(params))
-        return self.pool(num_workers).bytes_per_round(self.trees_sent * entries, self.mixer.payload)
+        pool, sizes = self.pool(num_workers), piece_sizes((params,) * self.trees_sent)
+        return sum(pool.bytes_per_round(size, self.mixer.payload) for size in sizes)
 
     def describe(self, params: Any, num_workers: int) -> str:
         """One line for the start of a run: topology, spectral gap, rounds to halve disagreement, bytes."""

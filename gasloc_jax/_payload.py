@@ -1,4 +1,4 @@
-"""How numbers travel: float32, bfloat16, or int8 with a scale for each block, each as ONE array a message."""
+"""How numbers travel: float32, bfloat16, or int8 with a scale for each block."""
 
 import dataclasses
 from typing import Any
@@ -34,32 +34,29 @@ class Payload:
     def granularity(self) -> int:
         return self.block_size if self.dtype == jnp.int8 else 1
 
-    def encode(self, x: jax.Array) -> jax.Array:
-        """float32 (n,) -> the message: float32 (n,), uint16 (n,), or int8 (n + 4 n / block_size,) with its scales last."""
+    def encode(self, x: jax.Array) -> tuple[jax.Array, ...]:
+        """float32 (n,) -> what is sent: float32 (n,), or uint16 (n,), or int8 (n,) and its scales, float32 (blocks,)."""
         if self.dtype == jnp.float32:
-            return x
+            return (x,)
         if self.dtype == jnp.bfloat16:
             # As integers: XLA on CPU would widen a bfloat16 collective to float32.
-            return lax.bitcast_convert_type(x.astype(jnp.bfloat16), jnp.uint16)
+            return (lax.bitcast_convert_type(x.astype(jnp.bfloat16), jnp.uint16),)
         blocks = x.reshape(-1, self.block_size)
-        scale = jnp.max(jnp.abs(blocks), axis=1, keepdims=True) / _LARGEST
+        scale = jnp.max(jnp.abs(blocks), axis=1) / _LARGEST
         # A block below the smallest normal number is sent as zeros: 1 / scale would not be finite.
         usable = scale >= np.finfo(np.float32).tiny
-        scale = jnp.where(usable, scale, 0.0)
-        whole = jnp.round(blocks * jnp.where(usable, 1.0 / jnp.where(usable, scale, 1.0), 0.0))
-        whole = jnp.clip(whole, -_LARGEST, _LARGEST).astype(jnp.int8)
-        return jnp.concatenate([whole.reshape(-1), lax.bitcast_convert_type(scale, jnp.int8).reshape(-1)])
+        inverse = jnp.where(usable, 1.0 / jnp.where(usable, scale, 1.0), 0.0)
+        whole = jnp.clip(jnp.round(blocks * inverse[:, None]), -_LARGEST, _LARGEST).astype(jnp.int8)
+        return whole.reshape(-1), jnp.where(usable, scale, 0.0)
 
-    def decode(self, message: jax.Array) -> jax.Array:
-        """The message -> float32 (n,); a message of zeros, which is what a missing one is, gives zeros."""
+    def decode(self, message: tuple[jax.Array, ...]) -> jax.Array:
+        """What was sent -> float32 (n,); a message of zeros, which is what a missing one is, gives zeros."""
         if self.dtype == jnp.float32:
-            return message
+            return message[0]
         if self.dtype == jnp.bfloat16:
-            return lax.bitcast_convert_type(message, jnp.bfloat16).astype(jnp.float32)
-        num_blocks = message.size // (self.block_size + 4)
-        whole, scale = jnp.split(message, [num_blocks * self.block_size])
-        scale = lax.bitcast_convert_type(scale.reshape(-1, 1, 4), jnp.float32)
-        return (whole.reshape(-1, self.block_size).astype(jnp.float32) * scale).reshape(-1)
+            return lax.bitcast_convert_type(message[0], jnp.bfloat16).astype(jnp.float32)
+        whole, scale = message
+        return (whole.reshape(-1, self.block_size).astype(jnp.float32) * scale[:, None]).reshape(-1)
 
     def message_bytes(self, num_entries: int) -> int:
         """Bytes of a message that holds `num_entries` numbers, with padding to whole blocks and scales."""

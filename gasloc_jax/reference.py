@@ -146,13 +146,13 @@ class Workers:
     params: list[Tree]
     inner: list[Any]
     outer: list[Any]
-    fragments: list[dict[str, np.ndarray]] | None = None
+    fragments: list[dict[str, np.ndarray]] = dataclasses.field(default_factory=list)
     delay: int = 0
     reference_steps: int | None = None
 
     def __post_init__(self):
         self.params = [{path: np.array(x, np.float64) for path, x in p.items()} for p in self.params]
-        if self.fragments is None:
+        if not self.fragments:
             self.fragments = [{path: np.ones(x.shape, bool) for path, x in self.params[0].items()}]
         self.anchors = [dict(p) for p in self.params]
         self.count = 0

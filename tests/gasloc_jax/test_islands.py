@@ -122,7 +122,7 @@ def test_fragments_with_residuals_on_islands():
     mesh = mesh_of((2, 2), ("worker", "data"))
     round = gj.make_round(averaging(optax.adamw(0.02)), outer, mesh, fragments=3, delay=1)
     state = run(round, 2, rounds=6)
-    residual = state.outer.residual
+    (residual,) = state.outer.residual
     assert residual.shape[:3] == (2, 3, 2)
     assert [s.data.shape[:3] for s in residual.addressable_shards] == [(1, 3, 1)] * 4
     abstract = round.abstract_state(make_params())

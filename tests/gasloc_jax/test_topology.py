@@ -220,11 +220,19 @@ def test_bytes_of_the_complete_graph_are_those_of_a_ring_all_reduce():
 
 def test_a_user_s_matrix_sends_only_where_it_has_a_weight():
     lazy_ring = 0.5 * np.eye(4) + 0.25 * (np.roll(np.eye(4), 1, 0) + np.roll(np.eye(4), -1, 0))
+    pairs = np.array([[0.5, 0.5, 0, 0], [0.5, 0.5, 0, 0], [0, 0, 0.5, 0.5], [0, 0, 0.5, 0.5]])
     one_way = np.array([[0.5, 0.5, 0, 0], [0, 0.5, 0.5, 0], [0.5, 0, 0.5, 0], [0, 0, 0, 1.0]])
-    for matrix, sent in ((lazy_ring, [2, 2, 2, 2]), (one_way, [1, 1, 1, 0]), (np.eye(4), [0, 0, 0, 0])):
+    cases = (
+        (lazy_ring, [2, 2, 2, 2], 2),
+        (one_way, [1, 1, 1, 0], 1),
+        (pairs, [1, 1, 1, 1], 1),
+        (np.eye(4), [0, 0, 0, 0], 0),
+    )
+    for matrix, sent, messages in cases:
         pool = gj.mixing_matrix(matrix).build(4)
         np.testing.assert_array_equal(pool.matrix(17), matrix)
         assert pool.graphs[0].sends().tolist() == sent
+        assert len(pool.graphs[0].messages) == messages, "offsets that do not meet travel together"
         assert pool.bytes_per_round(10, gj.make_payload(None)) == 40 * max(sent)
 
 
@@ -254,3 +262,13 @@ def test_bad_settings():
         gj.random_ring(pool=0)
     with pytest.raises(ValueError, match="num_workers must be a whole number >= 1, got 0"):
         gj.complete().build(0)
+
+
+def test_line_for_the_start_of_a_run():
+    params = {"w": jax.ShapeDtypeStruct((1000, 1000), jnp.float32)}
+    assert gj.gasloc(axis_name="worker").describe(params, 8) == (
+        "random_pairs, 8 workers: expected spectral gap 0.571, disagreement halves in 1.6 rounds, "
+        "4,000,000 bytes sent by a worker in a round"
+    )
+    assert "8,000,000 bytes" in gj.noloco(axis_name="worker").describe(params, 8), "two trees"
+    assert "in inf rounds, 0 bytes" in gj.gasloc(topology=gj.mixing_matrix(np.eye(3))).describe(params, 3)
