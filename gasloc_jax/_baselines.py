@@ -193,6 +193,7 @@ def noloco(
         axis_name,
         make_payload(payload_dtype, payload_block_size),
         island_axis,
+        averages=False,
     )
 
     def init(params):

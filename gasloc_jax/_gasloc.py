@@ -185,6 +185,7 @@ def nesterov_gossip(
         axis_name,
         make_payload(payload_dtype, payload_block_size),
         island_axis,
+        averages=momentum == "mixed",
     )
 
     def init(params):

@@ -145,11 +145,15 @@ class Pool:
             return 1.0
         return math.inf if left >= 1.0 - 1e-12 else max(1.0, 2.0 * math.log(2.0) / -math.log(left))
 
-    def bytes_per_round(self, num_entries: int, payload: Payload) -> int:
-        """Bytes that a worker sends in a round of `num_entries` parameters; that of the busiest worker."""
+    def bytes_per_round(self, num_entries: int, payload: Payload, averaged: bool = True) -> int:
+        """Bytes that a worker sends in a round of `num_entries` parameters; that of the busiest worker.
+
+        averaged: False where values that differ at the start are mixed: compressed ones then need a message to each worker
+        of the complete graph too.
+        """
         if self.num_workers == 1:
             return 0
-        if self.all_reduce:
+        if self.all_reduce and (averaged or payload.lossless):
             return payload.all_reduce_bytes(num_entries, self.num_workers)
         messages = max(int(graph.sends().max(initial=0)) for graph in self.graphs)
         return messages * payload.message_bytes(num_entries)

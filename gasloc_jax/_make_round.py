@@ -40,7 +40,8 @@ def make_round(
       fragments: F; a round exchanges the F-th part of the model, dealt by layer, so that a round's bytes fall F-fold.
       stacked: path -> whether the leaf's first axis is the layers. Default: below a part "layers" of the path.
       delay: D; the exchange works on what the last round left and is applied after D local steps of the next one, so that
-        it can go on beside them. 0: at once.
+        it can go on beside them. 0: at once. XLA on GPU does both at a time where the topology has one graph only (`ring`,
+        `complete`, `mixing_matrix`): the choice among several is a conditional, which it runs by itself.
       drift_weight: "steps" multiplies a worker's drift by H_i / reference_steps; "uniform" leaves it.
       reference_steps: see drift_weight.
 
@@ -52,7 +53,7 @@ def make_round(
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, gasloc_jax
-      >>> mesh = gasloc_jax.make_mesh(1)
+      >>> mesh = gasloc_jax.make_mesh(1, devices=jax.devices()[:1])
       >>> loss_fn = lambda params, batch: jnp.mean((batch @ params["w"]) ** 2)
       >>> step = gasloc_jax.make_local_step(loss_fn, optax.adamw(1e-3))
       >>> round = gasloc_jax.make_round(step, gasloc_jax.gasloc(axis_name="worker"), mesh)

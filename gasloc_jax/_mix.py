@@ -53,12 +53,14 @@ class Mixer:
       payload: how numbers travel.
       island_axis: mesh axis inside a worker over which its values are equal: each device sends its part only, and the
         parts are gathered over the fast links of the island.
+      averages: whether the complete graph is used by `mean`, of values whose starts are equal, or by `mix`.
     """
 
     topology: Topology
     axis_name: str | None
     payload: Payload
     island_axis: str | None = None
+    averages: bool = True
 
     def pool(self) -> Pool:
         return self.topology.build(num_workers_of(self.axis_name))
@@ -164,7 +166,7 @@ class Mixer:
     def _padded(self, size: int, workers: int) -> int:
         """Entries of a piece: whole blocks for each device of an island and, where all average, for each owner."""
         parts = num_workers_of(self.island_axis)
-        if self.topology.build(workers).all_reduce and not self.payload.lossless:
+        if self.averages and not self.payload.lossless and self.topology.build(workers).all_reduce:
             parts *= workers
         multiple = parts * self.payload.granularity
         return -(-size // multiple) * multiple

@@ -50,7 +50,7 @@ class OuterOptimizer(optax.GradientTransformationExtraArgs):
     def bytes_per_round(self, params: Any, num_workers: int) -> int:
         """Bytes that one worker (all its devices together) sends in a round; `params` may be ShapeDtypeStructs."""
         pool, sizes = self.pool(num_workers), piece_sizes((params,) * self.trees_sent)
-        return sum(pool.bytes_per_round(size, self.mixer.payload) for size in sizes)
+        return sum(pool.bytes_per_round(size, self.mixer.payload, self.mixer.averages) for size in sizes)
 
     def describe(self, params: Any, num_workers: int) -> str:
         """One line for the start of a run: topology, spectral gap, rounds to halve disagreement, bytes."""

@@ -80,6 +80,7 @@ class Round:
           ValueError: fewer than 1 local steps, more than the batches hold, or not more than the delay; a list of another
             length than W; batches that do not fit workers and islands. All before anything is compiled.
         """
+        self._check_half(state, begun=False)
         batches, steps = self.place(batches), self._steps(local_steps, batches)
         return self._with_bytes(self._program("round", state, batches)(state, batches, steps))
 
@@ -90,6 +91,7 @@ class Round:
 
         It comes first without a delay, and second with one. Nothing is communicated between workers.
         """
+        self._check_half(state, begun=self.worker.delay > 0)
         batches, steps = self.place(batches), self._steps(local_steps, batches)
         # What only goes in is not donated: it has no output to turn into.
         state, arrival = state._replace(arrival=None), state.arrival
@@ -97,6 +99,7 @@ class Round:
 
     def exchange(self, state: RoundState) -> RoundState:
         """The exchanging half of a round as a program of its own; see `local`. Bytes: `wire_bytes`."""
+        self._check_half(state, begun=self.worker.delay == 0)
         anchor = None
         if not self.worker.keeps_anchor:
             state, anchor = state._replace(anchor=None), state.anchor
@@ -261,6 +264,17 @@ class Round:
     def _check_params(self, params: Any) -> None:
         check_floating(params)
         self.worker.fragments.check(params)
+
+    def _check_half(self, state: RoundState, begun: bool) -> None:
+        """A round's halves alternate; with fragments and no delay a state does not tell them apart."""
+        worker = self.worker
+        found = state.arrival is not None or (state.anchor is not None and not worker.keeps_anchor)
+        if found != begun and (worker.delay or not worker.keeps_anchor):
+            first, second = ("exchange", "local") if worker.delay else ("local", "exchange")
+            raise ValueError(
+                f"the halves of this round are {first} and then {second}, got a state "
+                f"{'after' if found else 'before'} the first. Call them in turn."
+            )
 
     def _steps(self, local_steps: Any, batches: Any) -> jax.Array:
         """int32 (W,) over the workers."""

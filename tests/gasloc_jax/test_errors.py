@@ -227,3 +227,22 @@ def test_local_steps_that_change_their_trees():
         call(lambda p, s, b: (p, (s, s), {}))
     with raises(ValueError, "metrics of a local step must be scalars, got shape (2,) for 'loss'"):
         call(lambda p, s, b: (p, s, {"loss": p["w"]}))
+
+
+@pytest.mark.parametrize(("delay", "first", "second"), [(0, "local", "exchange"), (1, "exchange", "local")])
+def test_halves_out_of_turn(delay, first, second):
+    """Twice the first half would silently drop what the first time did."""
+    step = gj.LocalStep(lambda params: (), lambda params, state, batch: (params, state, {}))
+    mesh = make_mesh(2)
+    round = gj.make_round(step, gj.gasloc(axis_name="worker"), mesh, delay=delay)
+    batches = np.ones((2, 2), np.float32)
+    calls = {"local": lambda s: round.local(s, batches, 2)[0], "exchange": round.exchange}
+    state = round.init({"w": jnp.ones(2)})
+    turn = f"halves of this round are {first} and then {second}, got a state"
+    with raises(ValueError, turn, "before the first. Call them in turn"):
+        calls[second](state)
+    state = calls[first](state)
+    for call in (calls[first], lambda s: round(s, batches, 2)):
+        with raises(ValueError, turn, "after the first"):
+            call(state)
+    calls[second](state)
