@@ -250,7 +250,8 @@ class Round:
         if name not in self._readers:
             in_specs = (self._over_workers, *[_WHOLE] * len(args))
             self._readers[name] = jax.jit(self._mapped(fn, in_specs, _WHOLE))
-        return self._readers[name](params, *args)
+        out = self._readers[name](params, *args)
+        return jax.block_until_ready(out) if self._waits else out
 
     def _with_bytes(self, result: tuple[RoundState, dict]) -> tuple[RoundState, dict[str, Any]]:
         state, metrics = result
