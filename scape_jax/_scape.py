@@ -147,8 +147,7 @@ def scale_by_scape(density: float | None = None, **options: Any) -> optax.Gradie
         dtypes = output_dtypes(leaves, treedef, params)
 
         def emit(i, kept, u, ok):
-            u = jnp.where(ok, u, 0.0)
-            return kept.put(jnp.zeros(leaves[i].shape, jnp.float32), u).astype(dtypes[i])
+            return kept.put(jnp.zeros(leaves[i].shape, jnp.float32), u, ok).astype(dtypes[i])
 
         return _step(opts, emit, updates, state, **extra_args)
 

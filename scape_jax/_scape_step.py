@@ -5,6 +5,7 @@ full-size work is one pass over h and, in the caller's `emit`, one over the para
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,7 +15,9 @@ from jax import lax
 
 from pallas_kernels.bits import bit_at, ones_mask, pack, unpack
 from pallas_kernels.compact import (
+    in_turn,
     is_computed,
+    is_scattered,
     mask_from_indices,
     materialize,
     put_kept,
@@ -46,24 +49,38 @@ class Leaf:
     age: Any  # (*shape) uint8
 
 
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("words", "at", "starts"), meta_fields=())
 @dataclasses.dataclass(frozen=True)
 class Kept:
-    """The mask of one leaf in this step: packed words (None: dense leaf), where its entries are (None: everywhere)."""
+    """The mask of one leaf in this step: packed words, and where its entries are (None: everywhere).
 
-    words: Any
+    A mask that came as indices has no words until they are asked for; a dense leaf has neither.
+    """
+
+    words: Any = None
     at: Any = None  # (kept,) int32, positions in the flat leaf
     starts: Any = None  # (words,) int32, rank of each word's first entry among the kept ones
+
+    def packed(self, layout: LeafLayout) -> Any:
+        """uint32 (words,), or None for a dense leaf."""
+        if self.words is None and self.at is not None:
+            return mask_from_indices(self.at, layout.mask_words)
+        return self.words
+
+    def count(self, layout: LeafLayout) -> int:
+        """Entries kept."""
+        return layout.size if self.at is None else self.at.size
 
     def take(self, x: jax.Array) -> jax.Array:
         """The kept entries of x, flat."""
         x = x.reshape(-1)
         return x if self.at is None else x.at[self.at].get(mode="promise_in_bounds")
 
-    def put(self, x: jax.Array, values: jax.Array) -> jax.Array:
-        """x with its kept entries replaced by `values`."""
+    def put(self, x: jax.Array, values: jax.Array, where: jax.Array) -> jax.Array:
+        """x with its kept entries replaced by `values`; x unless `where`."""
         if self.at is None:
-            return values.reshape(x.shape)
-        return put_kept(values, self.at, self.words, self.starts, x)
+            return jnp.where(where, values.reshape(x.shape), x)
+        return put_kept(values, self.at, self.words, self.starts, x, where=where)
 
     def add(self, x: jax.Array, values: jax.Array) -> jax.Array:
         """x with `values` added to its kept entries."""
@@ -136,7 +153,11 @@ class ScapeStep:
         return self._gather_if_fresh(self.codec, [leaf.prev for leaf in self.sparse])
 
     def _gather_if_fresh(self, codec: str, otherwise: list[jax.Array]) -> list[Kept]:
-        gather = lambda: [kept.words for kept in self._gather(codec)]  # noqa: E731
+        def gather():
+            return [
+                kept.packed(leaf.layout) for kept, leaf in zip(self._gather(codec), self.sparse, strict=True)
+            ]
+
         return [Kept(words) for words in lax.cond(self._fresh(), gather, lambda: otherwise)]
 
     def _gather(self, codec: str) -> list[Kept]:
@@ -159,12 +180,13 @@ class ScapeStep:
             if codec == "bitmap":
                 masks.append(Kept(rows[: leaf.layout.mask_words]))
             else:
-                at = _flat_positions(rows.reshape(-1, k).astype(jnp.int32), leaf.layout, self.levels[-1])
-                masks.append(Kept(mask_from_indices(at, leaf.layout.mask_words), at))
+                columns = rows.reshape(-1, k).astype(jnp.int32)
+                at = materialize(_flat_positions(columns, leaf.layout, self.levels[-1]))
+                masks.append(Kept(at=at))
         return masks
 
     def _masks_at(self, index: int, masks: list[Kept]) -> Iterator[Kept]:
-        """The masks of density levels[index], with positions."""
+        """The masks of density levels[index]."""
         if index == 0:
             return iter([Kept(ones_mask(leaf.layout.size)) for leaf in self.sparse])
         if index < len(self.levels) - 1 and self.codec == "index":
@@ -173,10 +195,7 @@ class ScapeStep:
                 masks = self._gather("bitmap")
             else:
                 masks = self._gather_if_fresh("bitmap", [kept.words for kept in masks])
-        density = self.levels[index]
-        return iter(
-            [_located(kept, leaf.layout, density) for leaf, kept in zip(self.sparse, masks, strict=True)]
-        )
+        return iter(masks)
 
     # Exchange and update ------------------------------------------------------------------------------------------
 
@@ -184,18 +203,17 @@ class ScapeStep:
         opts, b1 = self.opts, self.opts.b1
         step = (self.count + 1).astype(jnp.float32)
         masks = self._masks_at(index, masks)
-        kept_of, olds, m_prevs, payload = [], [], [], []
+        kept_of, m_prevs, payload = [], [], []
+        turn = is_computed(self.count)
         for leaf in self.leaves:
-            kept = next(masks) if leaf.layout.sparse else Kept(None)
-            g, old = kept.take(leaf.g), kept.take(leaf.h)
-            m_prev = old
-            if leaf.layout.sparse:
-                # h holds m where the entry was kept in the last step, the residual elsewhere.
-                had_m = unpack(leaf.prev, leaf.layout.size) if kept.at is None else bit_at(leaf.prev, kept.at)
-                m_prev, e = jnp.where(had_m, old, 0.0), jnp.where(had_m, 0.0, old)
-                g = g + e / (1 - b1)
+            kept = next(masks) if leaf.layout.sparse else Kept()
+            if leaf.layout.sparse and index > 0:
+                kept = _located(kept, leaf.layout, self.levels[index], turn)
+                m_prev, g = in_turn(turn, functools.partial(_taken, leaf, b1), kept)
+                turn = self._next_turn(turn, g)
+            else:
+                m_prev, g = _taken(leaf, b1, kept)
             kept_of.append(kept)
-            olds.append(old)
             m_prevs.append(equal_on_workers(m_prev, opts.axis_name))
             payload.append(g)
 
@@ -204,40 +222,45 @@ class ScapeStep:
         )
         stats, ok = ex.judge(ghats, bad, loss, stats, opts.clip_norm, opts.skip_nonfinite)
         # The buffers are overwritten in place, after everything else has read them.
-        write = _after(ok, stats.grad_norm, *[x for x in selected if x is not None])
-        write = equal_on_workers(write, opts.axis_name)
-
-        emitted, hs, ages = [], [], []
-        for i, (leaf, kept, old, m_prev, ghat) in enumerate(
-            zip(self.leaves, kept_of, olds, m_prevs, ghats, strict=True)
+        write = self._next_turn(ok, stats.grad_norm, *[x for x in selected if x is not None])
+        emitted, hs, ages, words = [], [], [], []
+        for i, (leaf, kept, m_prev, ghat) in enumerate(
+            zip(self.leaves, kept_of, m_prevs, ghats, strict=True)
         ):
-            clipped = stats.clip_factor * ghat
-            in_v = clipped
-            if leaf.age is not None:
-                tau = kept.take(leaf.age).astype(jnp.float32) + 1
-                in_v = clipped / tau**opts.staleness_power
-            in_m = ghat if opts.clip_order == "paper" else clipped
-            m, u = adams_rule(
-                in_m,
-                m_prev,
-                step,
-                b1=b1,
-                b2=opts.b2,
-                eps=opts.eps,
-                bias_correction=opts.bias_correction,
-                g_in_v=in_v,
-            )
-            m = jnp.where(write, m, old)
-            if kept.at is not None:
-                m, u = materialize((m, u))
+            kept, rule = _in_turn_kept(write, kept, leaf.layout), functools.partial(self._rule, step)
+            values = (ghat, m_prev, stats.clip_factor, None if leaf.age is None else kept.take(leaf.age))
+            m, u = rule(*values) if kept.at is None else in_turn(write, rule, *values)
             emitted.append(emit(i, kept, u, write))
             hs.append(_new_buffer(leaf, kept, m, write, b1))
             ages.append(_new_age(leaf, kept, write))
-        words = [
-            None if kept.words is None else jnp.where(ok, kept.words, leaf.prev)
-            for leaf, kept in zip(self.leaves, kept_of, strict=True)
-        ]
+            write = self._next_turn(write, emitted[-1], hs[-1])
+            words.append(None if kept.words is None else jnp.where(write, kept.words, leaf.prev))
         return emitted, hs, words, ages, stats, ok
+
+    def _rule(self, step, ghat, m_prev, clip_factor, age):
+        """(m_t, u_t) on the kept entries."""
+        o = self.opts
+        clipped = clip_factor * ghat
+        in_v = clipped if age is None else clipped / (age.astype(jnp.float32) + 1) ** o.staleness_power
+        return adams_rule(
+            ghat if o.clip_order == "paper" else clipped,
+            m_prev,
+            step,
+            b1=o.b1,
+            b2=o.b2,
+            eps=o.eps,
+            bias_correction=o.bias_correction,
+            g_in_v=in_v,
+        )
+
+    def _next_turn(self, turn: jax.Array, *values: jax.Array) -> jax.Array:
+        """`turn`, but only once `values` are computed.
+
+        Leaves take turns, so that one uses the memory that the last one has worked in: XLA's CPU backend gets the
+        memory of a step from the system anew, and a page that is touched first costs more than its contents.
+        A buffer is overwritten in place only where those who read it took their turn before.
+        """
+        return equal_on_workers(_after(turn, *values), self.opts.axis_name)
 
     # The mask of the next step ------------------------------------------------------------------------------------
 
@@ -250,10 +273,11 @@ class ScapeStep:
         keeps = keeps[:, self._level_after(1)]
 
         def select_all():
-            return [
-                _refresh(leaf, self.opts.b1, k, worker)[None]
-                for leaf, k in zip(self.sparse, keeps, strict=True)
-            ]
+            own, turn = [], jnp.ones((), bool)
+            for leaf, k in zip(self.sparse, keeps, strict=True):
+                own.append(_refresh(leaf, self.opts.b1, k, jnp.where(turn, worker, -1))[None])
+                turn = is_computed(own[-1])
+            return own
 
         if self.opts.mask_every > 1:
             old = [leaf.own for leaf in self.sparse]
@@ -269,14 +293,45 @@ def _flat_positions(columns: jax.Array, layout: LeafLayout, density: float) -> j
     return (columns[: layout.rows] + start).reshape(-1)[: layout.kept(density)[2]]
 
 
-def _located(kept: Kept, layout: LeafLayout, density: float) -> Kept:
-    """The mask with its positions and ranks."""
-    words = jnp.pad(kept.words, (0, layout.rows * layout.row_words - layout.mask_words)).reshape(
-        layout.rows, -1
-    )
-    k = layout.kept(density)[0]
-    at = kept.at if kept.at is not None else _flat_positions(row_indices(words, k), layout, density)
-    return Kept(kept.words, at, word_starts(words, k).reshape(-1)[: layout.mask_words])
+def _located(kept: Kept, layout: LeafLayout, density: float, turn: jax.Array) -> Kept:
+    """The mask with its positions and ranks, each stored before others gather by it."""
+    k, _, total = layout.kept(density)
+
+    def starts_of(kept):
+        words = jnp.pad(kept.packed(layout), (0, layout.rows * layout.row_words - layout.mask_words))
+        words = words.reshape(layout.rows, -1)
+        return words, word_starts(words, k)
+
+    def locate(kept):
+        words, starts = starts_of(kept)
+        at = _flat_positions(row_indices(words, k, starts), layout, density)
+        return at, starts.reshape(-1)[: layout.mask_words]
+
+    if kept.at is None:
+        at, starts = in_turn(turn, locate, kept)
+        return Kept(kept.words, at, starts)
+    if is_scattered(total, layout.size):
+        return kept
+    starts = in_turn(turn, lambda kept: starts_of(kept)[1].reshape(-1)[: layout.mask_words], kept)
+    return dataclasses.replace(kept, starts=starts)
+
+
+def _taken(leaf: Leaf, b1: Any, kept: Kept) -> tuple[jax.Array, jax.Array]:
+    """On the kept entries: m_{t-1}, and what is averaged over the workers, g^n + e^n / (1-b1)."""
+    g, old = kept.take(leaf.g), kept.take(leaf.h)
+    if not leaf.layout.sparse:
+        return old, g
+    # h holds m where the entry was kept in the last step, the residual elsewhere.
+    had_m = unpack(leaf.prev, leaf.layout.size) if kept.at is None else bit_at(leaf.prev, kept.at)
+    return jnp.where(had_m, old, 0.0), g + jnp.where(had_m, 0.0, old) / (1 - b1)
+
+
+def _in_turn_kept(turn: jax.Array, kept: Kept, layout: LeafLayout) -> Kept:
+    """The same mask, but what is made from its positions is made only once `turn` is known."""
+    if kept.at is None:
+        return kept
+    later = dataclasses.replace(kept, at=jnp.where(turn, kept.at, 0))
+    return dataclasses.replace(later, words=later.packed(layout))
 
 
 def _semi_updated(h: jax.Array, g: jax.Array, prev: jax.Array, b1: Any) -> jax.Array:
@@ -297,17 +352,17 @@ def _after(ok: jax.Array, *values: jax.Array) -> jax.Array:
 def _new_buffer(leaf: Leaf, kept: Kept, m: jax.Array, ok: jax.Array, b1: Any) -> jax.Array:
     """h of the next step: `m` on the mask, mt^n off it, which is left alone on a skip."""
     h = leaf.h
-    if kept.at is None:
-        return m.reshape(h.shape)
-    return kept.put(jnp.where(ok, _semi_updated(h, leaf.g, leaf.prev, b1), h), m)
+    if kept.at is not None:
+        h = jnp.where(ok, _semi_updated(h, leaf.g, leaf.prev, b1), h)
+    return kept.put(h, m, ok)
 
 
 def _new_age(leaf: Leaf, kept: Kept, ok: jax.Array) -> jax.Array | None:
     """Steps since each entry was sent: 0 on the mask, one more off it. Unchanged on a skip."""
     if leaf.age is None:
         return None
-    zero = jnp.where(ok, jnp.zeros((), jnp.uint8), kept.take(leaf.age))
-    return kept.put(jnp.where(ok & (leaf.age < MAX_AGE), leaf.age + 1, leaf.age), zero)
+    older = jnp.where(ok & (leaf.age < MAX_AGE), leaf.age + 1, leaf.age)
+    return kept.put(older, jnp.zeros((kept.count(leaf.layout),), jnp.uint8), ok)
 
 
 def _refresh(leaf: Leaf, b1: Any, keeps: jax.Array, worker: jax.Array) -> jax.Array:

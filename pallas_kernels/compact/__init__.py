@@ -2,7 +2,9 @@
 
 from pallas_kernels.compact.reference import (
     cumsum_rows,
+    in_turn,
     is_computed,
+    is_scattered,
     mask_from_indices,
     materialize,
     put_kept,
@@ -12,7 +14,9 @@ from pallas_kernels.compact.reference import (
 
 __all__ = [
     "cumsum_rows",
+    "in_turn",
     "is_computed",
+    "is_scattered",
     "mask_from_indices",
     "materialize",
     "put_kept",

@@ -1,10 +1,11 @@
 """Static-size compaction in plain JAX: the columns of the set bits of each row, in order.
 
 No sort, and no scan over the entries: a popcount prefix over the row's words finds the word of the j-th set bit, five
-halvings find the bit inside the word. `optimization_barrier` keeps XLA from fusing a gather with its producer, which
-would compute the prefix anew for every gathered element.
+halvings find the bit inside the word. What others gather from, or use more than once, is stored first (`materialize`):
+XLA would compute it anew for every gathered element.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -40,56 +41,6 @@ def _round_up(n: int) -> int:
     return n if n < _BLOCK else -(-n // _BLOCK) * _BLOCK
 
 
-def row_indices(words: jax.Array, k: int) -> jax.Array:
-    """Columns of the first k set bits of each row, ascending.
-
-    Args:
-      words: uint32 (R, n_words), the packed rows.
-      k: entries per row. A row with fewer set bits is filled up with columns inside the row, of no meaning.
-
-    Returns:
-      int32 (R, k).
-    """
-    num_rows, num_words = words.shape
-    dtype = jnp.float32 if num_words * 32 < _MAX_EXACT else jnp.int32
-    words = jnp.pad(words, ((0, 0), (0, _round_up(num_words) - num_words)))
-    row = jnp.arange(num_rows, dtype=jnp.int32)[:, None]
-    counts = lax.population_count(words).astype(dtype)
-    ends = cumsum_rows(counts)
-    starts, ends = lax.optimization_barrier(((ends - counts).astype(jnp.int32), ends.astype(jnp.int32)))
-
-    # The word of output j is the number of words that end at or before it.
-    width = _round_up(k + 1)
-    ended = jnp.zeros((num_rows * width,), dtype)
-    slot = (row * width + jnp.minimum(ends, k)).reshape(-1)
-    ended = ended.at[slot].add(1, mode="promise_in_bounds", indices_are_sorted=True)
-    word_id = cumsum_rows(lax.optimization_barrier(ended).reshape(num_rows, width))[:, :k]
-    word_id = lax.optimization_barrier(jnp.minimum(word_id.astype(jnp.int32), num_words - 1))
-
-    flat = row * words.shape[1] + word_id
-    start, word = lax.optimization_barrier(
-        tuple(a.reshape(-1).at[flat].get(mode="promise_in_bounds") for a in (starts, words))
-    )
-    rank = (jnp.arange(k, dtype=jnp.int32)[None, :] - start).astype(jnp.uint32)
-
-    def halve(i, state):
-        word, rank, position = state
-        half = jnp.uint32(16) >> i.astype(jnp.uint32)
-        low = word & ((jnp.uint32(1) << half) - 1)
-        below = lax.population_count(low)
-        upper = rank >= below
-        return (
-            jnp.where(upper, word >> half, low),
-            jnp.where(upper, rank - below, rank),
-            jnp.where(upper, position + half, position),
-        )
-
-    # A loop, because its result is stored: straight code would be fused into, and computed anew by, each of the
-    # gathers and scatters that use the positions.
-    _, _, position = lax.fori_loop(0, 5, halve, (word, rank, jnp.zeros_like(rank)))
-    return word_id * 32 + position.astype(jnp.int32)
-
-
 def word_starts(words: jax.Array, k: int) -> jax.Array:
     """Rank of the first entry of each word among all kept entries, when every row but the last keeps k.
 
@@ -104,7 +55,47 @@ def word_starts(words: jax.Array, k: int) -> jax.Array:
     padded = jnp.pad(words, ((0, 0), (0, _round_up(num_words) - num_words)))
     counts = lax.population_count(padded).astype(jnp.float32 if num_words * 32 < _MAX_EXACT else jnp.int32)
     before = (cumsum_rows(counts) - counts)[:, :num_words].astype(jnp.int32)
-    return before + jnp.arange(num_rows, dtype=jnp.int32)[:, None] * k
+    return materialize(before + jnp.arange(num_rows, dtype=jnp.int32)[:, None] * k)
+
+
+def row_indices(words: jax.Array, k: int, starts: jax.Array | None = None) -> jax.Array:
+    """Columns of the first k set bits of each row, ascending.
+
+    Args:
+      words: uint32 (R, n_words), the packed rows.
+      k: entries per row. A row with fewer set bits is filled up with columns inside the row, of no meaning.
+      starts: word_starts(words, k) where the caller has it.
+
+    Returns:
+      int32 (R, k).
+    """
+    num_rows, num_words = words.shape
+    if num_rows == 0:
+        return jnp.zeros((0, k), jnp.int32)
+    row = jnp.arange(num_rows, dtype=jnp.int32)[:, None]
+    starts = (word_starts(words, k) if starts is None else starts) - row * k
+    ends = starts + lax.population_count(words).astype(jnp.int32)
+
+    # The word of output j is the number of words that end at or before it.
+    width = _round_up(k + 1)
+    ended = jnp.zeros((num_rows * width,), jnp.float32 if k < _MAX_EXACT else jnp.int32)
+    slot = (row * width + jnp.minimum(ends, k)).reshape(-1)
+    ended = ended.at[slot].add(1, mode="promise_in_bounds", indices_are_sorted=True)
+    word_id = cumsum_rows(ended.reshape(num_rows, width))[:, :k]
+    word_id = jnp.minimum(word_id.astype(jnp.int32), num_words - 1)
+
+    flat = row * num_words + word_id
+    start, word = (a.reshape(-1).at[flat].get(mode="promise_in_bounds") for a in (starts, words))
+    rank = (jnp.arange(k, dtype=jnp.int32)[None, :] - start).astype(jnp.uint32)
+    position = jnp.zeros_like(rank)
+    for half in (16, 8, 4, 2, 1):
+        low = word & jnp.uint32((1 << half) - 1)
+        below = lax.population_count(low)
+        upper = rank >= below
+        word = jnp.where(upper, word >> half, low)
+        rank = jnp.where(upper, rank - below, rank)
+        position = jnp.where(upper, position + half, position)
+    return word_id * 32 + position.astype(jnp.int32)
 
 
 def materialize(tree: Any) -> Any:
@@ -113,18 +104,40 @@ def materialize(tree: Any) -> Any:
     XLA's CPU backend fuses a producer into a gather of its result and then computes it for every gathered element; it
     drops optimization_barrier before that. A branch that is always taken, which XLA cannot know, is kept.
     """
-    zeros = lambda x: jax.tree.map(jnp.zeros_like, x)  # noqa: E731
-    known = is_computed(jax.tree.leaves(tree)[0])
+    return in_turn(is_computed(jax.tree.leaves(tree)[0]), lambda x: x, tree)
+
+
+def in_turn(turn: jax.Array, fn: Callable[..., Any], *args: Any) -> Any:
+    """fn(*args), computed once, not before `turn` is known, and with nothing of its inside kept.
+
+    Args:
+      turn: bool (), always True, but XLA must not know it: from `is_computed`.
+      fn: arrays -> a tree of arrays, without collectives.
+    """
+    like = jax.eval_shape(fn, *args)
+
+    def never(*_: Any) -> Any:
+        def zeros(x: Any) -> jax.Array:
+            kind = x.manual_axis_type
+            axes = tuple(kind.varying) if kind else ()
+            value = jnp.zeros(x.shape, x.dtype)
+            return lax.pcast(value, axes, to="varying") if axes else value
+
+        return jax.tree.map(zeros, like)
+
     return lax.platform_dependent(
-        tree,
-        cpu=lambda x: lax.cond(known, lambda y: y, zeros, x),
+        turn,
+        *args,
+        cpu=lambda turn, *args: lax.cond(turn, fn, never, *args),
         # Leaf by leaf: under check_vma one barrier makes all its results varying where one operand is.
-        default=lambda x: jax.tree.map(lax.optimization_barrier, x),
+        default=lambda turn, *args: jax.tree.map(lax.optimization_barrier, fn(*args)),
     )
 
 
 def is_computed(x: jax.Array) -> jax.Array:
     """True, whatever `x` holds, but only once x is computed; XLA does not see through it. bool ()."""
+    if x.size == 0:
+        return jnp.ones((), bool)
     first = jnp.ravel(x)[0].astype(jnp.float32)
     return (first == first) | (first != first)
 
@@ -135,9 +148,11 @@ def put_kept(
     words: jax.Array,
     starts: jax.Array,
     otherwise: jax.Array,
+    *,
     add: bool = False,
+    where: jax.Array | bool = True,
 ) -> jax.Array:
-    """`otherwise` with its kept entries replaced by `values`, or with `values` added to them.
+    """`otherwise` with its kept entries replaced by `values`, or with `values` added to them; nothing unless `where`.
 
     Two ways with one result. Few entries are scattered into the buffer. Where more than one in 32 is kept, each entry
     fetches its value instead, by its rank starts[i / 32] + popcount of the bits below it in its word: an elementwise
@@ -149,22 +164,30 @@ def put_kept(
       words: uint32 (n_words,), packed mask with K set bits.
       starts: int32 (n_words,), from `word_starts`.
       otherwise: any shape of at most 32 * n_words entries.
+      add: add instead of replacing.
+      where: bool (), False leaves everything as it is.
 
     Returns:
       Like `otherwise`.
     """
-    if values.size * 32 <= otherwise.size:
+    if is_scattered(values.size, otherwise.size):
         # N-dimensional positions: XLA scatters into a donated buffer in place only where no reshape stands between.
-        place = otherwise.at[jnp.unravel_index(at, otherwise.shape)]
+        first, *rest = jnp.unravel_index(at, otherwise.shape)
+        place = otherwise.at[(jnp.where(where, first, otherwise.shape[0]), *rest)]
         write = place.add if add else place.set
-        return write(values, mode="promise_in_bounds", unique_indices=True, indices_are_sorted=True)
+        return write(values, mode="drop", unique_indices=True, indices_are_sorted=True)
     lane = jnp.arange(32, dtype=jnp.uint32)[None, :]
     below = words[:, None] & ((jnp.uint32(1) << lane) - 1)
     rank = starts[:, None] + lax.population_count(below).astype(jnp.int32)
-    kept = ((words[:, None] >> lane) & 1) > 0
+    kept = (((words[:, None] >> lane) & 1) > 0) & where
     shaped = lambda x: x.reshape(-1)[: otherwise.size].reshape(otherwise.shape)  # noqa: E731
     fetched = values.at[shaped(rank)].get(mode="clip")
     return jnp.where(shaped(kept), otherwise + fetched if add else fetched, otherwise)
+
+
+def is_scattered(kept: int, size: int) -> bool:
+    """Whether `put_kept` needs positions (few entries are kept) or the packed mask and its ranks."""
+    return kept * 32 <= size
 
 
 def mask_from_indices(index: jax.Array, num_words: int) -> jax.Array:

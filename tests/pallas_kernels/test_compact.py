@@ -1,5 +1,7 @@
 """Compaction of packed masks and the blocked row sum against NumPy."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +12,9 @@ from hypothesis.extra import numpy as hnp
 
 from pallas_kernels.compact import (
     cumsum_rows,
+    in_turn,
     is_computed,
+    is_scattered,
     mask_from_indices,
     materialize,
     put_kept,
@@ -25,7 +29,10 @@ SHARES = (0.0, 0.05, 1.0)
 
 jit_row_indices, jit_mask = (jax.jit(f, static_argnums=1) for f in (row_indices, mask_from_indices))
 jit_cumsum_rows = jax.jit(cumsum_rows)
-jit_word_starts, jit_put_kept = jax.jit(word_starts, static_argnums=1), jax.jit(put_kept, static_argnums=5)
+jit_word_starts, jit_put_kept = (
+    jax.jit(word_starts, static_argnums=1),
+    jax.jit(put_kept, static_argnames="add"),
+)
 
 
 def rows_with_k_bits(seed: int, rows: int, length: int, k: int) -> np.ndarray:
@@ -130,10 +137,14 @@ def test_put_kept_by_either_way(seed, k, add):
     words = numpy_pack(mask)
     starts = jit_word_starts(words, k).reshape(-1)[:6]
     assert starts.tolist() == [int(kept[: 32 * i].sum()) for i in range(6)]
-    got = jit_put_kept(values, kept.nonzero()[0].astype(np.int32), words.reshape(-1), starts, otherwise, add)
+    assert is_scattered(values.size, 170) == (k < 3)
+    at = kept.nonzero()[0].astype(np.int32)
+    put = functools.partial(jit_put_kept, values, at, words.reshape(-1), starts, otherwise, add=add)
     wanted = otherwise.reshape(-1).copy()
     wanted[kept] = wanted[kept] + values if add else values
-    np.testing.assert_array_equal(got, wanted.reshape(17, 10))
+    np.testing.assert_array_equal(put(), wanted.reshape(17, 10))
+    np.testing.assert_array_equal(put(where=np.array(True)), wanted.reshape(17, 10))
+    np.testing.assert_array_equal(put(where=np.array(False)), otherwise)
 
 
 @pytest.mark.parametrize("first", [0.0, -1.0, np.nan, np.inf, -np.inf, 1e-45])
@@ -144,3 +155,15 @@ def test_order_of_writes_depends_on_no_value(first):
     got = jax.jit(materialize)((x, x[::-1].copy()))
     np.testing.assert_array_equal(got, (x, x[::-1]))
     assert bool(is_computed(np.array([7], np.uint32)))
+
+
+def test_in_turn_is_the_function_itself():
+    """Trees in, trees out; the branch that is never taken must not show, and must have the same types."""
+    x = np.array([np.nan, 2.0], np.float32)
+
+    def both(tree):
+        return {"sum": tree["x"] + tree["n"], "bits": tree["x"] > 0}
+
+    got = jax.jit(lambda x, n: in_turn(is_computed(x), both, {"x": x, "n": n}))(x, np.array([1, 2], np.int32))
+    np.testing.assert_array_equal(got["sum"], [np.nan, 4.0])
+    assert got["bits"].tolist() == [False, True]
