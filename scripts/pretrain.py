@@ -3,6 +3,8 @@
     python scripts/pretrain.py --config demo
     python scripts/pretrain.py --config demo --optimizer.density 0.01 --mesh.data 4 --run.steps 100
     python scripts/pretrain.py --config llama500m --optimizer.density 0.01 --mesh.data 32
+    python scripts/pretrain.py --config gasloc-demo --outer.local_steps 30 --outer.topology random_ring
+    python scripts/pretrain.py --config demo --outer.name gasloc --mesh.worker 2 --mesh.data 4
     python scripts/pretrain.py --resume runs/demo-1
 
 A configuration (--config) is a set of defaults; --config-file FILE.json (or .yaml) changes some, and every
@@ -10,7 +12,7 @@ setting can be set by its dotted name on top; --config demo --help lists them. R
 runs/: config.json, metrics.jsonl, tensorboard/, checkpoints/, summary.json, report.html. --resume [FOLDER]
 goes on with a run (without FOLDER: the newest) from its newest checkpoint and takes its settings from there.
 
-Ctrl-C or SIGTERM ends after the current step with a checkpoint; again: at once.
+Ctrl-C or SIGTERM ends after the current step or round with a checkpoint; again: at once.
 Exit codes: 0 done; 2 wrong settings, or memory or data are missing; 130 after Ctrl-C; 143 after SIGTERM.
 """
 
@@ -93,7 +95,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Returns the exit code."""
     try:
         config, resumed = parse(sys.argv[1:] if arguments is None else arguments)
-        prepare_devices(config.mesh.data, config.mesh.platform)
+        prepare_devices(config.mesh.data, config.mesh.platform, islands=config.mesh.worker)
         setup = build(config)
         folder = resumed or runs.new_folder(config)
         outcome = train(setup, folder, resume=resumed is not None)

@@ -31,8 +31,11 @@ def coerce(value: Any, annotation: Any, name: str) -> Any:
         if value is None or (isinstance(value, str) and value.lower() in ("none", "null")):
             if type(None) in options:
                 return None
-        (inner,) = (option for option in options if option is not type(None))
-        return coerce(value, inner, name)
+        inner = [option for option in options if option is not type(None)]
+        if len(inner) > 1:  # one value, or a list of such
+            is_list = isinstance(value, Sequence) and not isinstance(value, str)
+            inner = [option for option in inner if (typing.get_origin(option) is tuple) is is_list]
+        return coerce(value, inner[0], name)
     if origin is Literal:
         allowed = typing.get_args(annotation)
         if value in allowed:

@@ -1,8 +1,8 @@
 """Follows the steps of a run without making them wait: measurements stay on the device until a step is done.
 
-At most two steps are in flight; the host waits for the oldest of them only, notes when it was done, and
-writes its line if one is due. So a line appears two steps late, and its tokens/s is the time between two
-completed steps, without the time spent in evaluations and checkpoints.
+At most two steps are in flight (none where the method itself waits for each); the host waits for the oldest of
+them only, notes when it was done, and writes its line if one is due. So a line appears two steps late, and its
+tokens/s is the time between two completed steps, without the time spent in evaluations and checkpoints.
 """
 
 from __future__ import annotations
@@ -20,27 +20,37 @@ from training.metrics import MetricsWriter
 from training.progress import Progress
 from training.schedules import Schedule
 
-_IN_FLIGHT = 2  # enough to hide the host's work, few enough to stop quickly
-
 
 class RunLog:
     """Turns the measurements of steps into lines of metrics.jsonl and of the progress display."""
 
     def __init__(
-        self, writer: MetricsWriter, progress: Progress, *, tokens_per_step: int, schedule: Schedule
+        self,
+        writer: MetricsWriter,
+        progress: Progress,
+        *,
+        tokens_per_step: int,
+        schedule: Schedule,
+        start_step: int = 0,
+        in_flight: int = 2,  # enough to hide the host's work, few enough to stop quickly
     ):
-        self._writer, self._progress = writer, progress
+        self._writer, self._progress, self._most_in_flight = writer, progress, in_flight
         self._tokens_per_step, self._schedule = tokens_per_step, schedule
         self._in_flight: collections.deque[tuple[int, dict[str, Any]]] = collections.deque()
         self._window: list[dict[str, Any]] = []  # measurements of completed steps since the last line
         self._due: dict[int, dict[str, Any]] = {}
         self._paused_secs = 0.0
         self._began = time.perf_counter()
-        self._mark: tuple[int, float] | None = None  # a completed step and when that was
-        self._done: tuple[int, float] = (0, self._began)
+        # A completed step, when that was, and the tokens until then.
+        self._start: tuple[int, float, int] = (start_step, self._began, 0)
+        self._mark: tuple[int, float, int] | None = None
+        self._done = self._start
 
     def add(self, step: int, measured: dict[str, Any]) -> None:
-        """Takes what step number `step` (1-based) measured; waits for the step before the two before it."""
+        """Takes what step number `step` (1-based) measured; waits for the step before the two before it.
+
+        A round is added once, under the number of its last step, with the `tokens` and `updates` of its workers.
+        """
         self._in_flight.append((step, measured))
         if self._mark is None:  # the first step of this process: what it waits for is the compiler
             self._complete_oldest()
@@ -49,7 +59,7 @@ class RunLog:
                 f"first step after {self._done[1] - self._began:.1f} s, compilation included; a line's loss is the "
                 "mean since the line before"
             )
-        while len(self._in_flight) > _IN_FLIGHT:
+        while len(self._in_flight) > self._most_in_flight:
             self._complete_oldest()
 
     def line(self, step: int, known: Mapping[str, Any]) -> None:
@@ -74,7 +84,8 @@ class RunLog:
     def _complete_oldest(self) -> None:
         step, measured = self._in_flight.popleft()
         jax.block_until_ready(measured)
-        self._done = (step, time.perf_counter() - self._paused_secs)
+        tokens = measured.get("tokens", self._tokens_per_step)
+        self._done = (step, time.perf_counter() - self._paused_secs, self._done[2] + tokens)
         self._window.append(measured)
         if step in self._due:
             self._write(step)
@@ -82,18 +93,19 @@ class RunLog:
     def _write(self, step: int) -> None:
         known, window = jax.device_get((self._due.pop(step), self._window))
         self._window = []
-        since_step, since = self._mark or (step - 1, self._began)
-        if since_step == step:  # only the first step, compilation included
-            since_step, since = step - 1, self._began
-        last = window[-1]
+        since = self._mark or self._start
+        if since[0] == step:  # only the first step, compilation included
+            since = self._start
+        last = dict(window[-1])
+        last.pop("tokens", None)
         record = {
             "step": step,
             "loss": last["loss"],
             "loss_mean": math.fsum(float(measured["loss"]) for measured in window) / len(window),
             # The optimizer's count stands still in a skipped step; this step itself may be the latest one
             # skipped.
-            "lr": self._schedule(step - 1 - int(last["skipped"])),
-            "tokens_per_sec": (step - since_step) * self._tokens_per_step / max(self._done[1] - since, 1e-9),
+            "lr": self._schedule(int(last.pop("updates", step - int(last["skipped"]))) - 1),
+            "tokens_per_sec": (self._done[2] - since[2]) / max(self._done[1] - since[1], 1e-9),
             **{name: value for name, value in last.items() if name != "loss"},
             **known,
         }

@@ -27,7 +27,7 @@ class RunConfig(Settings):
     folder: str = ""
     """Folder of the results; empty: the first free one of runs/NAME-1, runs/NAME-2, ..."""
     steps: int = 100
-    """Optimizer steps."""
+    """Optimizer steps; with an outer optimizer the nominal inner steps of each worker."""
     seed: int = 0
     """Seed of the parameters and of the order of the data."""
 
@@ -204,11 +204,18 @@ class MeshConfig(Settings):
 
     data: int = 1
     """Workers that average their gradients; on a CPU they are virtual devices."""
+    worker: int = 1
+    """Islands of mesh.data devices each, joined by outer.name over slow links; each then counts as one worker."""
     platform: Literal["auto", "cpu", "gpu"] = "auto"
     """Which devices to use; auto: what JAX finds."""
 
+    @property
+    def devices(self) -> int:
+        return self.worker * self.data
+
     def check(self) -> None:
         require(self.data >= 1, f"mesh.data must be at least 1, got {self.data}. 1: a single worker.")
+        require(self.worker >= 1, f"mesh.worker must be at least 1, got {self.worker}. 1: a single island.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -241,7 +248,9 @@ class CheckpointConfig(Settings):
     keep: int = 2
     """Newest checkpoints that are kept."""
     parameters_from: str = ""
-    """Start from the parameters (only) in this other run's newest checkpoint."""
+    """Start from the parameters (only) in this other run's newest checkpoint: the mean of its workers where each had
+    its own.
+    """
 
     def check(self) -> None:
         require(

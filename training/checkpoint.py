@@ -15,7 +15,9 @@ from types import TracebackType
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import orbax.checkpoint as ocp
+from jax.sharding import NamedSharding, PartitionSpec
 
 from training.config import Config, dotted, update
 
@@ -24,6 +26,7 @@ _RESUME = (
     "Resume with the saved settings, or start a new run; --checkpoint.parameters_from RUN takes over the "
     "parameters alone."
 )
+_MAY_CHANGE = ("outer.measure", "outer.evaluate_workers")  # what is looked at, not what is done
 _SHOWN = 4  # leaves and settings listed per kind of difference
 
 
@@ -99,18 +102,35 @@ class Checkpoints:
         meta = self.read_meta(step)
         wanted = {"params": by_path(params), "opt_state": by_path(opt_state)}
         self._check_leaves(
-            step, meta, wanted, config, ("model.", "optimizer.", "mesh."), "model and optimizer", _RESUME
+            step,
+            meta,
+            wanted,
+            config,
+            ("model.", "optimizer.", "outer.", "mesh."),
+            "model and optimizer",
+            _RESUME,
         )
         self._check_settings(step, meta, config)
         return meta
 
     def restore_params(self, params: Any, config: Config, step: int | None = None) -> Any:
-        """Only the parameters, for evaluation, export, or a new run with another optimizer."""
+        """Only the parameters, for evaluation, export, or a new run with another optimizer.
+
+        Of a run in rounds it is the mean over its workers.
+        """
         step = self._step(step)
-        wanted = {"params": by_path(params)}
+        meta, wanted = self.read_meta(step), {"params": by_path(params)}
+        saved = dotted(Config()) | meta["config"]
+        workers = saved["mesh.worker"] if saved["outer.name"] != "none" else 0
+        if workers:
+            wanted = {"params": {path: _each(x, workers) for path, x in wanted["params"].items()}}
         advice = "Set the model to the checkpoint's values, or start from other parameters."
-        self._check_leaves(step, self.read_meta(step), wanted, config, ("model.",), "model", advice)
-        return like(params, self._read(step, wanted)["params"])
+        self._check_leaves(step, meta, wanted, config, ("model.",), "model", advice)
+        found = self._read(step, wanted)["params"]
+        if workers:
+            shardings = {path: x.sharding for path, x in by_path(params).items()}
+            found = jax.jit(_mean, out_shardings=shardings)(found)
+        return like(params, found)
 
     def read_meta(self, step: int | None = None) -> dict[str, Any]:
         """The JSON item of a checkpoint: step, config, leaves, data, totals."""
@@ -201,7 +221,8 @@ class Checkpoints:
         apart.
         """
         # A setting that the checkpoint does not know had its default's behaviour when it was written.
-        changed = _changed(dotted(Config()) | meta["config"], dotted(config), ("model.", "optimizer."))
+        before = dotted(Config()) | meta["config"]
+        changed = _changed(before, dotted(config), ("model.", "optimizer.", "outer."), _MAY_CHANGE)
         saved = update(Config(), meta["config"])
         warmups = [round(c.optimizer.density_warmup_fraction * c.run.steps) for c in (saved, config)]
         if warmups[0] != warmups[1] and step < max(warmups):
@@ -211,6 +232,19 @@ class Checkpoints:
                 f"the checkpoint of step {step} in {self.folder} was made with other settings (nothing was "
                 "loaded), checkpoint -> now:\n  " + "\n  ".join(changed) + f"\n{_RESUME}"
             )
+
+
+def _each(leaf: Any, workers: int) -> jax.ShapeDtypeStruct:
+    """A leaf of all workers, over all devices where they divide."""
+    sharding, mesh = leaf.sharding, getattr(leaf.sharding, "mesh", None)
+    if mesh is not None:
+        spread = workers % mesh.size == 0
+        sharding = NamedSharding(mesh, PartitionSpec(tuple(mesh.axis_names)) if spread else PartitionSpec())
+    return jax.ShapeDtypeStruct((workers, *leaf.shape), leaf.dtype, sharding=sharding)
+
+
+def _mean(leaves: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    return {path: jnp.mean(x, axis=0, dtype=jnp.float32).astype(x.dtype) for path, x in leaves.items()}
 
 
 def by_path(tree: Any) -> dict[str, Any]:
@@ -252,12 +286,14 @@ def _differences(item: str, saved: Mapping[str, str], wanted: Mapping[str, str])
     return lines
 
 
-def _changed(saved: Mapping[str, Any], now: Mapping[str, Any], sections: tuple[str, ...]) -> list[str]:
+def _changed(
+    saved: Mapping[str, Any], now: Mapping[str, Any], sections: tuple[str, ...], free: tuple[str, ...] = ()
+) -> list[str]:
     """Settings of the sections that differ, as lines; JSON has turned tuples into lists."""
     lines = []
     for key in sorted(set(saved) | set(now)):
         old, new = saved.get(key), now.get(key)
         old, new = (list(value) if isinstance(value, tuple) else value for value in (old, new))
-        if key.startswith(sections) and old != new:
+        if key.startswith(sections) and key not in free and old != new:
             lines.append(f"{key}: {old!r} -> {new!r}")
     return lines

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from training._fields import Settings, dotted, read_values, to_dict, update
 from training._model_section import ModelConfig
+from training._outer_section import OuterConfig
 from training._problems import did_you_mean, gathered, require
 from training._sections import (
     CheckpointConfig,
@@ -36,6 +37,7 @@ __all__ = [
     "MeshConfig",
     "ModelConfig",
     "OptimizerConfig",
+    "OuterConfig",
     "RunConfig",
     "ScheduleConfig",
     "dotted",
@@ -55,6 +57,7 @@ class Config(Settings):
     model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
+    outer: OuterConfig = dataclasses.field(default_factory=OuterConfig)
     schedule: ScheduleConfig = dataclasses.field(default_factory=ScheduleConfig)
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
     eval: EvalConfig = dataclasses.field(default_factory=EvalConfig)
@@ -64,14 +67,19 @@ class Config(Settings):
     def check(self) -> None:
         """What must hold between sections, as far as their own values make sense."""
         if self.mesh.sound and self.data.sound:
-            workers, accumulate, batch = self.mesh.data, self.data.accumulate, self.data.global_batch
-            if min(workers, accumulate, batch) >= 1:
-                parts = workers * accumulate
+            accumulate, batch = self.data.accumulate, self.data.global_batch
+            if min(self.mesh.worker, self.mesh.data, accumulate, batch) >= 1:
+                parts = self.mesh.devices * accumulate
+                names, numbers = "mesh.data x data.accumulate", f"{self.mesh.data} x {accumulate}"
+                if self.mesh.worker > 1:
+                    names, numbers = f"mesh.worker x {names}", f"{self.mesh.worker} x {numbers}"
                 require(
                     batch % parts == 0,
-                    f"data.global_batch must be divisible by mesh.data x data.accumulate = {workers} x "
-                    f"{accumulate}, got {batch}. Use {max(parts, round(batch / parts) * parts)}.",
+                    f"data.global_batch must be divisible by {names} = {numbers}, got {batch}. Use "
+                    f"{max(parts, round(batch / parts) * parts)}.",
                 )
+        if self.mesh.sound and self.outer.sound and self.run.sound:
+            self._check_rounds()
         shape = self.model.shape()
         if shape is not None and self.data.sound:
             require(
@@ -79,6 +87,34 @@ class Config(Settings):
                 f"data.length must be at most the model's max_length {shape.max_length}, got "
                 f"{self.data.length}. Shorten it, or raise --model.max_length.",
             )
+
+        if shape is not None and self.outer.sound and self.outer.name != "none":
+            require(
+                self.outer.fragments <= shape.n_layers,
+                f"outer.fragments must be at most the model's {shape.n_layers} layers, got {self.outer.fragments}. Use "
+                f"{shape.n_layers} or fewer.",
+            )
+
+    def _check_rounds(self) -> None:
+        outer, workers = self.outer, self.mesh.worker
+        if outer.name == "none":
+            require(
+                workers == 1,
+                f"mesh.worker must be 1 without an outer optimizer, got {workers}. Set outer.name gasloc, or use "
+                f"mesh.data {workers} for workers that exchange in every step.",
+            )
+            return
+        if not isinstance(outer.local_steps, int):
+            require(
+                len(outer.local_steps) == workers,
+                f"outer.local_steps must be one number or a list of mesh.worker = {workers} numbers, got "
+                f"{len(outer.local_steps)}. Give each worker its own.",
+            )
+            if not outer.local_steps:
+                return
+        if outer.steps_per_round >= 1 and self.run.steps >= 1:
+            problem = outer.last_round_problem(0, self.run.steps)
+            require(problem is None, problem or "")
 
     @property
     def tokens_per_step(self) -> int:
@@ -93,7 +129,9 @@ class Config(Settings):
 
 
 def preset(name: str) -> Config:
-    """A named configuration: demo, tiny, gpt345m, llama500m, llama1p8b, llama134m, llama551m."""
+    """A named configuration: demo, gasloc-demo, tiny, gpt345m, llama500m, llama1p8b, llama134m, llama551m,
+    gasloc134m, gasloc551m.
+    """
     from training.presets import PRESETS  # presets are built from the classes above
 
     if name not in PRESETS:

@@ -9,45 +9,55 @@ from __future__ import annotations
 from typing import Literal
 
 import jax
+import numpy as np
 from jax.sharding import AxisType, Mesh
 
-AXIS_NAME = "data"
+AXIS_NAME = "data"  # inside an island
+WORKER_AXIS = "worker"  # between islands
 _MOST_VIRTUAL = 1024  # each has threads of its own; beyond this the process stands still before it fails
 
 
-def prepare_devices(workers: int, platform: Literal["auto", "cpu", "gpu"] = "auto") -> None:
-    """Makes sure that `workers` devices of the platform exist, as virtual ones on a CPU."""
+def prepare_devices(
+    workers: int, platform: Literal["auto", "cpu", "gpu"] = "auto", *, islands: int = 1
+) -> None:
+    """Makes sure that devices of the platform exist for `workers` in each island, as virtual ones on a CPU."""
+    devices = workers * islands
     if platform == "cpu":  # "gpu" needs no word to JAX: it is what it takes where it finds one
         jax.config.update("jax_platforms", "cpu")
-    if jax.config.jax_num_cpu_devices < workers <= _MOST_VIRTUAL:
+    if jax.config.jax_num_cpu_devices < devices <= _MOST_VIRTUAL:
         try:
-            jax.config.update("jax_num_cpu_devices", workers)
+            jax.config.update("jax_num_cpu_devices", devices)
         except RuntimeError:  # JAX is already running: whether that matters depends on what it found
-            if len(jax.devices()) < workers:
+            if len(jax.devices()) < devices:
                 advice = "JAX had already started, so no more virtual CPU devices can be made. "
                 advice += "Call prepare_devices first, or set JAX_NUM_CPU_DEVICES before the process starts."
-                raise ValueError(_too_few(workers, advice)) from None
+                raise ValueError(_too_few(workers, islands, advice)) from None
     found, kind = len(jax.devices()), jax.default_backend()
     if platform != "auto" and kind != platform:
         advice = "Install jax[cuda], or use" if platform == "gpu" else "Start a new process, or use"
         raise ValueError(
             f"mesh.platform = {platform}, but JAX runs on {kind}. {advice} --mesh.platform {kind}."
         )
-    if found < workers:
-        advice = f"Use --mesh.data {found}, or --mesh.platform cpu for up to {_MOST_VIRTUAL} virtual workers."
-        raise ValueError(_too_few(workers, advice))
+    if found < devices:
+        fitting = f"--mesh.data {found}" if islands == 1 else f"fewer islands (--mesh.worker) for {found}"
+        advice = f"Use {fitting}, or --mesh.platform cpu for up to {_MOST_VIRTUAL} virtual workers."
+        raise ValueError(_too_few(workers, islands, advice))
 
 
-def _too_few(workers: int, advice: str) -> str:
+def _too_few(workers: int, islands: int, advice: str) -> str:
     kind, found = jax.default_backend(), len(jax.devices())
-    return f"mesh.data = {workers} needs {workers} devices, this process has {found} ({kind}). {advice}"
+    wanted = f"mesh.data = {workers}" if islands == 1 else f"mesh.worker x mesh.data = {islands} x {workers}"
+    return f"{wanted} needs {workers * islands} devices, this process has {found} ({kind}). {advice}"
 
 
-def make_mesh(workers: int, axis_name: str = AXIS_NAME) -> Mesh:
-    """A one-axis mesh over the first `workers` devices; axes are Auto, because the step is written with
-    shard_map.
+def make_mesh(workers: int, axis_name: str = AXIS_NAME, *, islands: int | None = None) -> Mesh:
+    """A mesh over the first devices, of one axis, or of WORKER_AXIS and that one where there are islands; axes are
+    Auto, because the step is written with shard_map. Neighbours in the list of devices share an island.
     """
-    devices = jax.devices()
-    if len(devices) < workers:
-        raise ValueError(_too_few(workers, "Call prepare_devices before the first use of JAX."))
-    return jax.make_mesh((workers,), (axis_name,), axis_types=(AxisType.Auto,), devices=devices[:workers])
+    devices, needed = jax.devices(), workers * (islands or 1)
+    if len(devices) < needed:
+        raise ValueError(_too_few(workers, islands or 1, "Call prepare_devices before the first use of JAX."))
+    if islands is None:
+        return jax.make_mesh((workers,), (axis_name,), axis_types=(AxisType.Auto,), devices=devices[:workers])
+    grid = np.array(devices[:needed]).reshape(islands, workers)  # as listed: make_mesh may reorder two axes
+    return Mesh(grid, (WORKER_AXIS, axis_name), axis_types=(AxisType.Auto, AxisType.Auto))

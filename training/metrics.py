@@ -39,7 +39,7 @@ class MetricsWriter:
         self._file.flush()  # a line is on disk before the next step starts, whatever ends the process
         if self._board is not None:
             for key, value in record.items():
-                if key != "step":
+                if key != "step" and not isinstance(value, list):  # numbers of each worker have no curve
                     self._board.add_scalar(key, value, step)
 
     def close(self) -> None:

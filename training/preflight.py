@@ -32,6 +32,7 @@ class MemoryEstimate:
     optimizer_bytes: int
     update_bytes: int
     activations_bytes: int
+    outer_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
@@ -41,6 +42,7 @@ class MemoryEstimate:
         parts = (
             f"{f.name.removesuffix('_bytes')} {amount(getattr(self, f.name))}"
             for f in dataclasses.fields(self)
+            if getattr(self, f.name)
         )
         return f"{amount(self.total_bytes)} per worker ({', '.join(parts)})"
 
@@ -60,7 +62,7 @@ def estimate_memory(config: Config, *, on_gpu: bool | None = None) -> MemoryEsti
     parameters = models.num_params(model)
     state = _STATE_BYTES_PER_PARAMETER[config.optimizer.name] + (config.optimizer.staleness_power > 0)
     narrow = model.dtype == "bfloat16"
-    sequences = config.data.global_batch // (config.mesh.data * config.data.accumulate)
+    sequences = config.data.global_batch // (config.mesh.devices * config.data.accumulate)
     tokens = sequences * config.data.length
     # Values kept for the backward pass, fitted to XLA's own figures: about ten of the model's width and four of
     # the feed-forward part (GELU: six) per token and layer; with remat one per layer and those of one layer.
@@ -79,7 +81,15 @@ def estimate_memory(config: Config, *, on_gpu: bool | None = None) -> MemoryEsti
         optimizer_bytes=int(parameters * state),
         update_bytes=parameters * 4,
         activations_bytes=activations + logits,
+        outer_bytes=0 if config.outer.name == "none" else parameters * _outer_bytes_per_parameter(config),
     )
+
+
+def _outer_bytes_per_parameter(config: Config) -> int:
+    """Momentum, anchors (the parameters before the round), the proposal with what arrives, and the residual."""
+    outer = config.outer
+    momentum = 0 if outer.name in ("local_sgd", "dadam", "local_dadam") else 4
+    return momentum + 4 + 8 + (4 if outer.payload_dtype != "float32" else 0)
 
 
 def available_bytes() -> int:
@@ -107,7 +117,7 @@ def memory_problem(config: Config) -> str | None:
     available = available_bytes() if on_cpu else _device_bytes()
     if available is None or _needed_bytes(config) <= available:
         return None
-    estimate, workers = estimate_memory(config), config.mesh.data
+    estimate, workers = estimate_memory(config), config.mesh.devices
     have = f"{amount(available)} are available"
     if on_cpu:
         here = min(workers, jax.local_device_count())
@@ -141,8 +151,9 @@ def what_fits(config: Config, available: float) -> dict[str, Any] | None:
         counts.append(counts[-1] // 2)
     for workers in counts:
         for remat in sorted({config.model.build().remat, True}):
-            for accumulate in range(config.data.accumulate, batch // workers + 1):
-                if batch % (workers * accumulate):
+            devices = workers * config.mesh.worker
+            for accumulate in range(config.data.accumulate, batch // devices + 1):
+                if batch % (devices * accumulate):
                     continue
                 wanted = {"mesh.data": workers, "data.accumulate": accumulate, "model.remat": remat}
                 changed = update(config, wanted)
@@ -154,7 +165,7 @@ def what_fits(config: Config, available: float) -> dict[str, Any] | None:
 
 def _needed_bytes(config: Config) -> int:
     """Of this machine's memory on a CPU, which all workers share; of each device's elsewhere."""
-    sharing = min(config.mesh.data, jax.local_device_count()) if jax.default_backend() == "cpu" else 1
+    sharing = min(config.mesh.devices, jax.local_device_count()) if jax.default_backend() == "cpu" else 1
     return estimate_memory(config).total_bytes * sharing
 
 

@@ -1,13 +1,15 @@
-"""Named configurations: the papers' runs, the demonstration, and a tiny one for tests.
+"""Named configurations: the papers' runs, the demonstrations, and a tiny one for tests.
 
 Hyper-parameters of gpt345m, llama500m and llama1p8b: SCAPE, arXiv 2607.01678 (100k steps; betas, decay,
 clipping, warm-up and batch as published). llama134m and llama551m: GASLoC, arXiv 2606.11081, which gives the
 sizes and the data (FineWeb) but no table of hyper-parameters; theirs are our choice, in the proportions of
-llama500m. `accumulate` is ours: it keeps four sequences (eight of length 1024) per worker in memory with
-eight workers.
+llama500m. gasloc134m and gasloc551m are these in rounds of the published H = 30. `accumulate` is ours: it
+keeps four sequences (eight of length 1024) per worker in memory with eight workers.
 """
 
 from __future__ import annotations
+
+import dataclasses
 
 from training.config import (
     CheckpointConfig,
@@ -18,6 +20,7 @@ from training.config import (
     MeshConfig,
     ModelConfig,
     OptimizerConfig,
+    OuterConfig,
     RunConfig,
     ScheduleConfig,
 )
@@ -37,6 +40,18 @@ def demo() -> Config:
         eval=EvalConfig(every=200, batches=16, final_batches=64),
         checkpoint=CheckpointConfig(every=400),
         log=LogConfig(every=20),
+    )
+
+
+def gasloc_demo() -> Config:
+    """Eight virtual islands of one device, which meet in random pairs every ten steps: minutes on two CPU cores."""
+    base = demo()
+    return dataclasses.replace(
+        base,
+        run=RunConfig(name="gasloc-demo", steps=1000),
+        optimizer=OptimizerConfig(name="adamw"),
+        outer=OuterConfig(name="gasloc", local_steps=10, measure=True),
+        mesh=MeshConfig(worker=8, platform="cpu"),
     )
 
 
@@ -85,6 +100,27 @@ def llama551m() -> Config:
     return _large("llama551m", _fineweb_data())
 
 
+def gasloc134m() -> Config:
+    """llama134m as eight islands that meet in random pairs every 30 steps."""
+    return _islands("gasloc134m", llama134m())
+
+
+def gasloc551m() -> Config:
+    """llama551m as eight islands that meet in random pairs every 30 steps."""
+    return _islands("gasloc551m", llama551m())
+
+
+def _islands(name: str, base: Config) -> Config:
+    return dataclasses.replace(
+        base,
+        run=dataclasses.replace(base.run, name=name),
+        optimizer=dataclasses.replace(base.optimizer, name="adamw"),
+        outer=OuterConfig(name="gasloc", local_steps=30),
+        mesh=MeshConfig(worker=8),
+        eval=dataclasses.replace(base.eval, final_batches=256),  # for nine models
+    )
+
+
 def _danube_data() -> DataConfig:
     return DataConfig(source="data/slimpajama-6b-llama", global_batch=1024, accumulate=32, length=4096)
 
@@ -114,4 +150,16 @@ def _large(
     )
 
 
-PRESETS = {f.__name__: f for f in (demo, tiny, gpt345m, llama500m, llama1p8b, llama134m, llama551m)}
+_ALL = (
+    demo,
+    gasloc_demo,
+    tiny,
+    gpt345m,
+    llama500m,
+    llama1p8b,
+    llama134m,
+    llama551m,
+    gasloc134m,
+    gasloc551m,
+)
+PRESETS = {f.__name__.replace("_", "-"): f for f in _ALL}

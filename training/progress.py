@@ -60,6 +60,10 @@ class Progress:
         sent, dense = record["bytes_sent_total"], record["dense_bytes_total"]
         if dense:
             parts.append(f"sent {amount(sent)} of {amount(dense)} dense ({dense / max(sent, 1):.1f}x fewer)")
+        if len(set(record.get("local_steps", ()))) > 1:
+            parts.append(f"{min(record['local_steps'])} to {max(record['local_steps'])} local steps")
+        if "exchange_secs" in record:
+            parts.append(f"exchange {record['exchange_secs']:.2g} s")
         parts.append(f"{duration(self._secs_left(step))} left")
         if record.get("skipped"):
             parts.append(f"{record['skipped']} skipped")

@@ -48,7 +48,10 @@ class RunResults:
         optimizer = self.config["optimizer"]
         dense = optimizer["name"] in ("adams", "adamw")
         density = "" if dense else f" d={optimizer['density']:g}"
-        details = f"{optimizer['name']}{density}"
+        outer = self.config.get("outer", {}).get("name", "none")
+        details = (
+            f"{optimizer['name']}{density}" if outer == "none" else f"{outer} of {optimizer['name']}{density}"
+        )
         return self.folder.name if details in self.folder.name else f"{self.folder.name} ({details})"
 
 
@@ -103,6 +106,15 @@ def summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     ]
     if summary.get("bits_per_byte") is not None:
         rows.append(("validation bits per byte", f"{summary['bits_per_byte']:.4f}"))
+    if "consensus_distance" in summary:
+        if "validation_loss_worker_min" in summary:
+            lowest, highest = summary["validation_loss_worker_min"], summary["validation_loss_worker_max"]
+            rows.append(("validation loss of single workers", f"{lowest:.4f} to {highest:.4f}"))
+        rows.append(("consensus distance of the workers", f"{summary['consensus_distance']:.3g}"))
+        if len(set(summary["local_steps"])) > 1:
+            rows.append(("local steps of the last round", ", ".join(map(str, summary["local_steps"]))))
+        if "exchange_secs" in summary:
+            rows.append(("seconds of the last exchange", f"{summary['exchange_secs']:.3g}"))
     rows += [
         ("tokens/s", quantity(summary["tokens_per_sec"])),
         ("time", duration(summary["secs"])),
@@ -141,6 +153,28 @@ PANELS = (
         (("loss_mean", "training"), ("validation_loss", "validation")),
         "Mean training loss since the point before, and loss on held-out text: good is falling; validation "
         "rising while training falls is overfitting.",
+    ),
+    Panel(
+        "loss of single workers",
+        (
+            ("loss_worker_min", "training, lowest"),
+            ("loss_worker_max", "training, highest"),
+            ("validation_loss_worker_min", "validation, lowest"),
+            ("validation_loss_worker_max", "validation, highest"),
+            ("validation_loss", "validation of the mean"),
+        ),
+        "Workers that differ: good is a narrow band, and the mean of their parameters below all of them.",
+    ),
+    Panel(
+        "consensus distance",
+        (("consensus_distance", "distance"),),
+        "Root mean square distance of the workers' parameters from their mean: good is level or falling; growing "
+        "says that they meet too rarely for the outer learning rate and momentum.",
+    ),
+    Panel(
+        "seconds of a round",
+        (("local_secs", "local steps"), ("exchange_secs", "exchange")),
+        "Where a round's time goes, waiting for peers included: good is an exchange far below the steps.",
     ),
     Panel(
         "bytes sent per worker",
@@ -208,7 +242,7 @@ def _scale(axes: Axes, title: str, largest: float) -> None:
         log_ticks(axes.yaxis, StrMethodFormatter("{x:g}"))
     elif title == "overlap of adjacent masks":
         axes.set_ylim(0, 1.05)
-    elif title != "loss (nats per token)":
+    elif title not in ("loss (nats per token)", "loss of single workers"):
         axes.set_ylim(0, 1.08 * largest or 1)
     if title == "bytes sent per worker":
         axes.yaxis.set_major_formatter(EngFormatter(unit="B"))

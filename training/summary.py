@@ -6,9 +6,13 @@ import statistics
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import models
 from training import preflight
 from training.evaluate import Evaluation
+from training.outer import make_outer
 from training.progress import amount
+
+_LAST = ("local_steps", "exchange_secs", "sequences_left_out", "island_bytes_total")  # of a run in rounds
 
 if TYPE_CHECKING:
     from training.train import Setup, State
@@ -16,33 +20,68 @@ if TYPE_CHECKING:
 
 def startup_text(setup: Setup, folder: Path, step: int) -> str:
     """What is about to run, in a few aligned lines."""
-    config, wire = setup.config, setup.step.wire_bytes(setup.config.run.steps)
+    config = setup.config
     optimizer = config.optimizer.name + (
         f", density {config.optimizer.density:g}" if config.optimizer.is_sparse else ""
     )
-    devices = f"{config.mesh.data} x {setup.mesh.devices.flat[0].device_kind}"
-    dense = amount(wire.dense_total_bytes)
-    sent = f"{amount(wire.total_bytes)} per worker and step, dense {dense}"
-    if wire.total_bytes:
-        sent += f" ({wire.dense_total_bytes / wire.total_bytes:.1f}x fewer)"
+    kind = setup.mesh.devices.flat[0].device_kind
     rows = [
         ("run", f"{folder}" + (f", going on from step {step}" if step else "")),
         ("model", f"{config.model.preset}, {setup.parameters:,} parameters"),
         ("data", f"{len(setup.data.train):,} tokens of {setup.data.train.path}"),
-        ("workers", devices),
-        ("optimizer", optimizer),
-        ("exchange", sent),
+    ]
+    if setup.in_rounds:
+        rows += _rounds(setup, kind, optimizer)
+    else:
+        wire = setup.step.wire_bytes(config.run.steps)
+        sent = f"{amount(wire.total_bytes)} per worker and step, dense {amount(wire.dense_total_bytes)}"
+        if wire.total_bytes:
+            sent += f" ({wire.dense_total_bytes / wire.total_bytes:.1f}x fewer)"
+        rows += [
+            ("workers", f"{config.mesh.data} x {kind}"),
+            ("optimizer", optimizer),
+            ("exchange", sent),
+        ]
+    rows += [
         ("batch", f"{config.tokens_per_step:,} tokens per step, {config.run.steps:,} steps"),
         ("memory", f"about {preflight.estimate_memory(config)}"),
     ]
     return "\n".join(f"{name:<10} {text}" for name, text in rows)
 
 
+def _rounds(setup: Setup, kind: str, optimizer: str) -> list[tuple[str, str]]:
+    """The rows about islands, rounds and the outer optimizer."""
+    config, outer = setup.config, setup.config.outer
+    workers, data = config.mesh.worker, config.mesh.data
+    params = models.abstract_params(setup.model)
+    inner, steps = setup.tx.wire(params, num_workers=data, step=config.run.steps), outer.steps_per_round
+    sent = f"{amount(inner.total_bytes)} per device and step" if data > 1 else "no exchange"
+    whole = (
+        f"{steps} steps a round"
+        if isinstance(outer.local_steps, int)
+        else f"{outer.local_steps} steps a round"
+    )
+    adapted = f", adapted from {outer.fewest_steps} to {outer.most}" if outer.adapt else ""
+    rows = [
+        ("workers", f"{workers} islands of {data} x {kind}"),
+        ("inner", f"{optimizer}, {sent} inside an island"),
+        ("outer", f"{outer.name}, {whole}{adapted}; {make_outer(config).describe(params, workers)}"),
+    ]
+    if outer.fragments > 1:
+        a_round = amount(setup.step.wire_bytes(params))
+        rows.append(("fragments", f"{outer.fragments}, of which a round sends one: {a_round}"))
+    if config.run.steps % steps:
+        rows.append(
+            ("last round", f"{config.run.steps % steps} steps, which are left after the whole rounds")
+        )
+    return rows
+
+
 def summarise(setup: Setup, state: State, final: Evaluation, records: list[dict[str, Any]]) -> dict[str, Any]:
     """The numbers of a finished run; training loss is the mean over its last twentieth."""
     logged = [record for record in records if "loss_mean" in record]
     tail = [r["loss_mean"] for r in logged if r["step"] > 0.95 * state.step] or [logged[-1]["loss_mean"]]
-    wire = setup.step.wire_bytes(state.step)
+    sent = setup.method.sent_per_step(state.step)
     return {
         "steps": state.step,
         "train_loss": statistics.fmean(tail),
@@ -52,10 +91,12 @@ def summarise(setup: Setup, state: State, final: Evaluation, records: list[dict[
         "tokens_per_sec": statistics.median(r["tokens_per_sec"] for r in logged),
         "secs": state.totals["secs"],
         "parameters": setup.parameters,
-        "workers": setup.config.mesh.data,
-        "bytes_per_step": wire.total_bytes,
-        "dense_bytes_per_step": wire.dense_total_bytes,
+        "workers": setup.config.mesh.devices,
+        "bytes_per_step": sent.total_bytes,
+        "dense_bytes_per_step": sent.dense_bytes,
         "bytes_sent_total": state.totals["bytes_sent"],
         "dense_bytes_total": state.totals["dense_bytes"],
         "skipped": logged[-1].get("skipped", 0),
+        **final.disagreement,
+        **{name: logged[-1][name] for name in _LAST if name in logged[-1]},
     }

@@ -1,4 +1,4 @@
-"""The trainer: build everything, then one loop of batch, step, log, evaluate, save; nothing else happens.
+"""The trainer: build everything, then one loop of batch, step (or round), log, evaluate, save; nothing else happens.
 
     setup = build(config)                              # mesh, data, model, optimizer, compiled step
     outcome = train(setup, folder, resume=False)
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import time
 from pathlib import Path
@@ -25,12 +26,15 @@ from training._log import RunLog
 from training._signals import StopSignals
 from training.checkpoint import Checkpoints
 from training.config import Config
-from training.data import eval_batches, make_loader
-from training.evaluate import Evaluation, evaluate, place
-from training.mesh import AXIS_NAME, make_mesh
+from training.data import EvalBatches, eval_batches, make_loader
+from training.evaluate import Evaluation, evaluate
+from training.mesh import AXIS_NAME, WORKER_AXIS, make_mesh
+from training.method import DataParallel, Method
 from training.metrics import MetricsWriter
 from training.optimizers import make_optimizer
+from training.outer import make_round
 from training.progress import Progress, quantity
+from training.rounds import Rounds
 from training.schedules import Schedule, make_schedule
 from training.summary import startup_text, summarise
 
@@ -44,11 +48,26 @@ class Setup:
     mesh: Mesh
     data: preflight.Data
     schedule: Schedule
-    step: Any  # scape_jax.TrainStep: (params, opt_state, batch) -> (params, opt_state, metrics)
+    tx: Any  # the optimizer of every step, or the inner one of rounds
+    step: Any  # scape_jax.TrainStep, or gasloc_jax.Round where the workers train in rounds
 
     @property
     def parameters(self) -> int:
         return models.num_params(self.model)
+
+    @property
+    def in_rounds(self) -> bool:
+        return self.config.outer.name != "none"
+
+    @functools.cached_property
+    def method(self) -> Method:
+        """What the loop drives; it holds what the host decides during a run, so each run has its own."""
+        return Rounds(self) if self.in_rounds else DataParallel(self)
+
+    @property
+    def batch_axes(self) -> str | tuple[str, str]:
+        """Over which a batch is spread that all devices work on together."""
+        return (WORKER_AXIS, AXIS_NAME) if self.in_rounds else AXIS_NAME
 
 
 @dataclasses.dataclass
@@ -80,16 +99,18 @@ def build(config: Config) -> Setup:
     """
     preflight.check(config)
     model = config.model.build()
-    mesh = make_mesh(config.mesh.data)
+    in_rounds = config.outer.name != "none"
+    mesh = make_mesh(config.mesh.data, islands=config.mesh.worker if in_rounds else None)
     schedule = make_schedule(config.schedule, config.run.steps)
-    step = scape_jax.make_train_step(
-        models.loss_fn(model),
-        make_optimizer(config, schedule, AXIS_NAME),
-        mesh,
-        axis_name=AXIS_NAME,
-        accumulate=config.data.accumulate,
-    )
-    return Setup(config, model, mesh, preflight.open_data(config), schedule, step)
+    tx = make_optimizer(config, schedule, AXIS_NAME)
+    step: Any
+    if in_rounds:
+        step = make_round(config, tx, mesh)
+    else:
+        step = scape_jax.make_train_step(
+            models.loss_fn(model), tx, mesh, axis_name=AXIS_NAME, accumulate=config.data.accumulate
+        )
+    return Setup(config, model, mesh, preflight.open_data(config), schedule, tx, step)
 
 
 def start(setup: Setup) -> State:
@@ -102,7 +123,7 @@ def start(setup: Setup) -> State:
         global_batch=config.data.global_batch,
         length=config.data.length,
         seed=config.run.seed,
-        num_workers=config.mesh.data,
+        num_workers=config.mesh.devices,
         vocab_size=setup.model.vocab_size,
         process_index=jax.process_index(),
         process_count=jax.process_count(),
@@ -115,7 +136,7 @@ def start(setup: Setup) -> State:
         with Checkpoints(source) as checkpoints:
             params = checkpoints.restore_params(params, config)
     totals = {"bytes_sent": 0.0, "dense_bytes": 0.0, "secs": 0.0}
-    return State(0, params, setup.step.init(params), loader, totals)
+    return State(0, *setup.method.begin(params), loader, totals)
 
 
 def restore(setup: Setup, checkpoints: Checkpoints) -> State:
@@ -126,54 +147,57 @@ def restore(setup: Setup, checkpoints: Checkpoints) -> State:
     fresh.params = fresh.opt_state = None  # free their memory before the saved ones are read
     found = checkpoints.restore(*like, setup.config)
     fresh.loader.set_state(found.data_state)
+    setup.method.set_state(found.data_state.get("method", {}))
     return State(found.step, found.params, found.opt_state, fresh.loader, dict(found.totals))
 
 
 def abstract_state(setup: Setup) -> tuple[Any, Any]:
     """Shapes and shardings of parameters and optimizer state."""
-    mesh, tx, replicated = setup.mesh, setup.step.tx, PartitionSpec()
-
-    def init(specs: Any) -> Any:
-        mapped = jax.shard_map(tx.init, mesh=mesh, in_specs=replicated, out_specs=specs, check_vma=False)
-        return jax.eval_shape(mapped, params)
-
-    def with_sharding(leaf: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
-
-    params = models.abstract_params(setup.model)
-    specs = scape_jax.state_specs(init(replicated), AXIS_NAME)  # which leaves have an axis of workers
-    opt_state = jax.tree.map(with_sharding, init(specs), specs)
-    return jax.tree.map(lambda leaf: with_sharding(leaf, replicated), params), opt_state
+    return setup.method.abstract()
 
 
 def _without_source(config: Config) -> Config:
     return dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, parameters_from=""))
 
 
-def validate(setup: Setup, params: Any, batches: int, stop: StopSignals | None = None) -> Evaluation | None:
-    """Loss on up to `batches` batches of held-out text (0: all of it); None if a signal came in between."""
+def validate(setup: Setup, state: State, batches: int, stop: StopSignals | None = None) -> Evaluation | None:
+    """Loss on up to `batches` batches of held-out text (0: all of it); None if a signal came in between.
+
+    In rounds it is that of the mean over workers, and their disagreement stands beside it.
+    """
+    method, own = setup.method, (jax.process_index(), jax.process_count())
+    held_out = _held_out(setup, batches, *own)
+    should_stop = (lambda: stop.received is not None) if stop else (lambda: False)
+    params = method.model(state.params, state.opt_state)
+    result = evaluate(setup.model, params, held_out, setup.mesh, setup.batch_axes, should_stop=should_stop)
+    if result is None:
+        return None
+    del params
+    found = method.disagreement(state.params, state.opt_state, _held_out(setup, batches, 0, 1))
+    return dataclasses.replace(result, disagreement=found)
+
+
+def _held_out(setup: Setup, batches: int, process_index: int, process_count: int) -> EvalBatches:
     config = setup.config
-    held_out = eval_batches(
+    return eval_batches(
         setup.data.validation,
         config.data.global_batch // config.data.accumulate,
         config.data.length,
         batches or None,
-        num_workers=config.mesh.data,
+        num_workers=config.mesh.devices,
         vocab_size=setup.model.vocab_size,
-        process_index=jax.process_index(),
-        process_count=jax.process_count(),
+        process_index=process_index,
+        process_count=process_count,
     )
-    should_stop = (lambda: stop.received is not None) if stop else (lambda: False)
-    return evaluate(setup.model, params, held_out, setup.mesh, AXIS_NAME, should_stop=should_stop)
 
 
 def train(setup: Setup, folder: Path, *, resume: bool = False, out: TextIO | None = None) -> Outcome:
     """Runs the steps that are left, leaving metrics, checkpoints, summary.json and report.html in `folder`.
 
-    A first Ctrl-C or SIGTERM ends the loop after the current step, with a checkpoint; a second one ends the
-    process.
+    A first Ctrl-C or SIGTERM ends the loop after the current step or round, with a checkpoint; a second one ends
+    the process.
     """
-    config, began = setup.config, time.perf_counter()
+    config, method, began = setup.config, setup.method, time.perf_counter()
     total, evaluate_every, save_every = config.run.steps, config.eval.every, config.checkpoint.every
     with contextlib.ExitStack() as stack:
         checkpoints = stack.enter_context(Checkpoints(folder, keep=config.checkpoint.keep))
@@ -204,32 +228,40 @@ def train(setup: Setup, folder: Path, *, resume: bool = False, out: TextIO | Non
                 lambda: progress.console.show_cursor(True),
             )
         )
+        method.check(state.step, progress.note)
         progress.note(startup_text(setup, folder, state.step))
         first_step = state.step
-        log = RunLog(writer, progress, tokens_per_step=config.tokens_per_step, schedule=setup.schedule)
+        log = RunLog(
+            writer,
+            progress,
+            tokens_per_step=config.tokens_per_step,
+            schedule=setup.schedule,
+            start_step=first_step,
+            in_flight=method.in_flight,
+        )
 
         while state.step < total and stop.received is None:
-            batch = place(next(state.loader), setup.mesh, AXIS_NAME)
-            if state.step == first_step:
-                _compile_ahead(setup, state, batch, progress)
-            state.params, state.opt_state, measured = setup.step(state.params, state.opt_state, batch)
-            state.step += 1
-            wire = setup.step.wire_bytes(state.step)
-            state.totals["bytes_sent"] += wire.total_bytes
-            state.totals["dense_bytes"] += wire.dense_total_bytes
+            before, steps = state.step, method.steps_ahead(state.step)
+            batch = method.read(state.loader, steps)
+            if before == first_step:
+                method.before_first(state.params, state.opt_state, batch, total - before)
+            state.params, state.opt_state, measured = method.advance(
+                state.params, state.opt_state, batch, steps
+            )
+            state.step += steps
+            sent = method.sent(state.step, steps)
+            state.totals["bytes_sent"] += sent.total_bytes
+            state.totals["dense_bytes"] += sent.dense_bytes
             log.add(state.step, measured)
 
-            if state.step % config.log.every == 0 or state.step == total:
-                telemetry = setup.step.telemetry(state.opt_state) if config.log.telemetry else {}
-                log.line(
-                    state.step,
-                    {**_bytes(state), "wire_bytes": wire.total_bytes, "density": wire.density, **telemetry},
-                )
-            if evaluate_every and state.step % evaluate_every == 0 and state.step < total:
+            if _passed(config.log.every, before, state.step) or state.step == total:
+                telemetry = method.telemetry(state.opt_state) if config.log.telemetry else {}
+                log.line(state.step, {**_bytes(state), **sent.line, **telemetry})
+            if _passed(evaluate_every, before, state.step) and state.step < total:
                 with log.pause():
-                    result = validate(setup, state.params, config.eval.batches, stop)
+                    result = validate(setup, state, config.eval.batches, stop)
                     _record_validation(setup, state, result, writer, progress)
-            if save_every and state.step % save_every == 0 and state.step < total:
+            if _passed(save_every, before, state.step) and state.step < total:
                 with log.pause():
                     state.totals["secs"] = earlier_secs + time.perf_counter() - began
                     save(setup, state, checkpoints)
@@ -238,9 +270,7 @@ def train(setup: Setup, folder: Path, *, resume: bool = False, out: TextIO | Non
         state.totals["secs"] = earlier_secs + time.perf_counter() - began
         save(setup, state, checkpoints)
         checkpoints.wait()  # nothing is promised below that is not on disk
-        final = (
-            validate(setup, state.params, config.eval.final_batches, stop) if stop.received is None else None
-        )
+        final = validate(setup, state, config.eval.final_batches, stop) if stop.received is None else None
         if final is None:
             progress.note(f"saved step {state.step}; to go on: python scripts/pretrain.py --resume {folder}")
             return Outcome(folder, state.step, None, stop.exit_code)
@@ -252,17 +282,9 @@ def train(setup: Setup, folder: Path, *, resume: bool = False, out: TextIO | Non
     return Outcome(folder, state.step, summary, 0)
 
 
-def _compile_ahead(setup: Setup, state: State, batch: Any, progress: Progress) -> None:
-    """Says what the first step waits for; side by side, a second program costs no pause in the middle of the run."""
-    two = setup.step.compile_ahead(
-        state.params,
-        state.opt_state,
-        batch,
-        steps=setup.config.run.steps - state.step,
-        on_wait=lambda: progress.note("the density is final: waiting until its program is compiled ..."),
-    )
-    what = "two programs, for the first steps and for the final density" if two else "the step"
-    progress.note(f"compiling {what} ...")
+def _passed(every: int, before: int, now: int) -> bool:
+    """Whether a multiple of `every` lies in (before, now]; 0: never."""
+    return bool(every) and now // every > before // every
 
 
 def _bytes(state: State) -> dict[str, float]:
@@ -277,8 +299,16 @@ def _record_validation(
     record = {"step": state.step, "validation_loss": result.loss, "validation_perplexity": result.perplexity}
     if setup.data.validation.tokenizer_name == "byte":
         record["bits_per_byte"] = result.bits_per_token
-    writer.write({**record, **_bytes(state)})
-    progress.note(f"step {state.step}  validation loss {result.loss:.4f} ({quantity(result.tokens)} tokens)")
+    apart = result.disagreement
+    writer.write({**record, **apart, **_bytes(state)})
+    told = f"step {state.step}  validation loss {result.loss:.4f} ({quantity(result.tokens)} tokens)"
+    if apart:
+        told += " of the mean model"
+        if "validation_loss_worker_min" in apart:
+            lowest, highest = apart["validation_loss_worker_min"], apart["validation_loss_worker_max"]
+            told += f", single workers {lowest:.4f} to {highest:.4f}"
+        told += f", consensus distance {apart['consensus_distance']:.3g}"
+    progress.note(told)
 
 
 def save(setup: Setup, state: State, checkpoints: Checkpoints) -> None:
@@ -288,6 +318,6 @@ def save(setup: Setup, state: State, checkpoints: Checkpoints) -> None:
         state.params,
         state.opt_state,
         config=setup.config,
-        data_state=state.loader.get_state(),
+        data_state=state.loader.get_state() | {"method": setup.method.get_state()},
         totals=state.totals,
     )

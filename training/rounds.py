@@ -1,0 +1,222 @@
+"""Training in rounds: every island takes its local steps, then they exchange by an outer optimizer (gasloc_jax).
+
+Data: in each nominal step the global batch is dealt to the workers, so what one reads in an epoch no other does. For a
+round all rows up to the largest number of steps are read at once; a worker that takes fewer leaves the rest of its rows
+out, which `sequences_left_out` counts. The position of the data is that of the last row read for anyone, so a resumed run
+reads on exactly there.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.experimental import multihost_utils
+
+import gasloc_jax
+import models
+import scape_jax
+from training.data import BatchLoader
+from training.evaluate import evaluate_each
+from training.mesh import AXIS_NAME, WORKER_AXIS
+from training.method import Sent
+
+if TYPE_CHECKING:
+    from training.train import Setup
+
+_ADAPT_EVERY = 5  # rounds between two choices: each is a gather of 8 bytes a process, for which all wait
+
+
+class Rounds:
+    """`Method` of an outer optimizer: params are those of every worker, (W, *shape), opt_state is the rest of the state."""
+
+    def __init__(self, setup: Setup):
+        config = setup.config
+        self._config, self._outer, self._round = config, config.outer, setup.step
+        self._model, self._params = setup.model, models.abstract_params(setup.model)
+        self._workers = config.mesh.worker
+        given = self._outer.local_steps
+        self.local_steps = [given] * self._workers if isinstance(given, int) else list(given)
+        self._tx = setup.tx
+        self._island_bytes = 0.0
+        self._left_out = 0
+        self._secs: list[
+            tuple[float, float]
+        ] = []  # of one local step and one exchange, since the last choice
+        self._target_secs: float | None = None
+        self._rounds_timed = 0
+        self._note: Callable[[str], Any] = lambda text: None
+        self._counts: list[int] = []  # of the round that was read last
+        self._round_bytes = self._round.wire_bytes(self._params)
+        dense = scape_jax.wire_bytes(self._params, num_workers=self._workers, method="all_reduce")
+        self._dense_bytes = dense.dense_total_bytes
+        # On virtual CPU devices programs with collectives must not be in flight together: see gasloc_jax.Round.
+        self._waits = setup.mesh.devices.flat[0].platform == "cpu"
+        self.in_flight = 0 if self._waits or self._outer.measures else 2
+        self._figures = jax.jit(_figures)
+
+    def check(self, step: int, note: Callable[[str], Any]) -> None:
+        self._note = note
+        problem = self._outer.last_round_problem(step, self._config.run.steps)
+        if problem and step < self._config.run.steps:
+            raise ValueError(problem)
+
+    def begin(self, params: Any) -> tuple[Any, Any]:
+        return _split(self._round.init(params))
+
+    def abstract(self) -> tuple[Any, Any]:
+        return _split(self._round.abstract_state(self._params))
+
+    def steps_ahead(self, step: int) -> int:
+        return min(self._outer.steps_per_round, self._config.run.steps - step)
+
+    def read(self, loader: BatchLoader, steps: int) -> Any:
+        """(W, H_max, batch, length + 1), always of one shape: what no worker takes is left zero."""
+        self._counts = [min(count, steps) for count in self.local_steps]
+        if steps == self._outer.steps_per_round:
+            self._counts = list(self.local_steps)  # which may be above the nominal number
+        else:
+            self._note(f"the last round takes the {steps} steps that are left")
+        taken, most = max(self._counts), self._outer.most
+        read = [next(loader) for _ in range(taken)]
+        rows = len(read[0]["tokens"])
+        here = self._workers // jax.process_count()
+        self._left_out += (self._workers * taken - sum(self._counts)) * (rows // here)
+        sharding = self._round.batch_sharding
+        placed = {}
+        for name in read[0]:
+            whole = np.zeros((here, most, rows // here, *read[0][name].shape[1:]), read[0][name].dtype)
+            for i, batch in enumerate(read):
+                whole[:, i] = batch[name].reshape(here, rows // here, *batch[name].shape[1:])
+            placed[name] = jax.make_array_from_process_local_data(sharding, whole)
+        return placed
+
+    def before_first(self, params: Any, opt_state: Any, batch: Any, left: int) -> None:
+        self._note("compiling the round ...")
+
+    def advance(self, params: Any, opt_state: Any, batch: Any, steps: int) -> tuple[Any, Any, dict[str, Any]]:
+        state, counts = opt_state._replace(params=params), self._counts
+        known: dict[str, Any] = {"local_steps": counts}
+        if self._outer.measures:
+            state, measured, known["local_secs"], known["exchange_secs"] = self._timed(state, batch, counts)
+        else:
+            state, measured = self._round(state, batch, counts)
+        rows = self._config.data.global_batch // self._workers
+        known["tokens"] = sum(counts) * rows * self._config.data.length
+        per_worker = {name: measured[name] for name in ("loss", "grad_norm", "clip_factor")}
+        figures = self._figures(
+            per_worker, state.steps, state.skipped, optax.tree.get(state.inner, "stats").skipped
+        )
+        if self._waits:
+            jax.block_until_ready(figures)
+        if self._outer.adapt:
+            self._adapt(known["local_secs"] / max(counts), known["exchange_secs"])
+        return *_split(state), figures | known
+
+    def sent(self, step: int, steps: int) -> Sent:
+        line: dict[str, Any] = {"wire_bytes": self._round_bytes}
+        if self._config.mesh.data > 1:
+            inner = [
+                self._tx.wire(self._params, num_workers=self._config.mesh.data, step=s).total_bytes
+                for s in range(step - steps + 1, step + 1)
+            ]
+            self._island_bytes += sum(inner)
+            line["island_bytes_total"] = self._island_bytes
+        if len(set(self.local_steps)) > 1 or self._left_out:
+            line["sequences_left_out"] = self._left_out
+        return Sent(self._round_bytes, steps * self._dense_bytes, line)
+
+    def sent_per_step(self, step: int) -> Sent:
+        return Sent(self._round_bytes / self._outer.steps_per_round, self._dense_bytes, {})
+
+    def telemetry(self, opt_state: Any) -> dict[str, Any]:
+        return {}
+
+    def model(self, params: Any, opt_state: Any) -> Any:
+        """The mean over workers; one all-reduce of the parameters."""
+        return self._round.mean_params(opt_state._replace(params=params))
+
+    def disagreement(self, params: Any, opt_state: Any, batches: Any) -> dict[str, float]:
+        state = opt_state._replace(params=params)
+        found = {"consensus_distance": float(self._round.consensus_distance(state))}
+        if self._outer.evaluate_workers:
+            mesh = self._round.mesh
+            losses = evaluate_each(self._model, params, batches, mesh, WORKER_AXIS, AXIS_NAME)
+            found["validation_loss_worker_min"] = float(losses.min())
+            found["validation_loss_worker_max"] = float(losses.max())
+        return found
+
+    def get_state(self) -> dict[str, Any]:
+        return {
+            "local_steps": list(self.local_steps),
+            "target_secs": self._target_secs,
+            "island_bytes": self._island_bytes,
+            "sequences_left_out": self._left_out,
+        }
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        self.local_steps = list(state["local_steps"])
+        self._target_secs = state["target_secs"]
+        self._island_bytes, self._left_out = state["island_bytes"], state["sequences_left_out"]
+
+    # Times --------------------------------------------------------------------------------------------------------
+
+    def _timed(
+        self, state: gasloc_jax.RoundState, batch: Any, counts: list[int]
+    ) -> tuple[gasloc_jax.RoundState, dict[str, Any], float, float]:
+        """A round in its two halves, with the seconds that this process took for each."""
+        jax.block_until_ready(state)
+        began = time.perf_counter()
+        state, measured = self._round.local(state, batch, counts)
+        jax.block_until_ready(state)
+        stepped = time.perf_counter()
+        state = self._round.exchange(state)
+        jax.block_until_ready(state)
+        return state, measured, stepped - began, time.perf_counter() - stepped
+
+    def _adapt(self, step_secs: float, exchange_secs: float) -> None:
+        """Chooses all workers' steps from what every process measured; those of one process share its times."""
+        self._rounds_timed += 1
+        if self._rounds_timed == 1:  # compilation
+            return
+        self._secs.append((step_secs, exchange_secs))
+        if len(self._secs) < _ADAPT_EVERY:
+            return
+        steps, exchanges = zip(*self._secs, strict=True)
+        self._secs = []
+        mine = np.array([statistics.median(steps), min(exchanges)], np.float32)
+        found = np.asarray(multihost_utils.process_allgather(mine)).reshape(-1, 2)
+        times = np.repeat(found, self._workers // len(found), axis=0).tolist()
+        o = self._outer
+        adapt = gasloc_jax.AdaptiveLocalSteps(o.steps_per_round, o.fewest_steps, o.most)
+        if self._target_secs is None:
+            self._target_secs = adapt.common_target([t[0] for t in times], [t[1] for t in times])
+        chosen = [
+            adapt.choose(now, [step], [exchange], self._target_secs)
+            for now, (step, exchange) in zip(self.local_steps, times, strict=True)
+        ]
+        if chosen != self.local_steps:
+            self._note(f"local steps of the workers: {self.local_steps} -> {chosen}")
+            self.local_steps = chosen
+
+
+def _split(state: gasloc_jax.RoundState) -> tuple[Any, Any]:
+    return state.params, state._replace(params=None)
+
+
+def _figures(per_worker: dict, steps: Any, dropped: Any, skipped: Any) -> dict[str, Any]:
+    """Scalars for the log; `skipped` counts what every worker dropped: rounds, and steps of the inner optimizer."""
+    loss = per_worker["loss"]
+    return {
+        **{name: jnp.mean(x) for name, x in per_worker.items()},
+        "loss_worker_min": jnp.min(loss),
+        "loss_worker_max": jnp.max(loss),
+        "skipped": jnp.sum(dropped) + jnp.sum(skipped),
+        "updates": jnp.max(steps - skipped),
+    }
