@@ -17,16 +17,13 @@ from pallas_kernels.bits import bit_at, ones_mask, pack, unpack
 from pallas_kernels.compact import (
     in_turn,
     is_computed,
-    is_scattered,
-    mask_from_indices,
     materialize,
-    put_kept,
     row_indices,
-    word_starts,
 )
 from pallas_kernels.select import select
 from scape_jax import _exchange as ex
 from scape_jax._adams import adams_rule
+from scape_jax._kept import Kept, flat_positions, kept_in_turn, located
 from scape_jax._layout import LeafLayout, density_levels, level_of
 from scape_jax._options import ScapeOptions
 from scape_jax._worker_types import equal_on_workers
@@ -47,46 +44,6 @@ class Leaf:
     prev: Any  # packed M_{t-2}: where h holds m
     own: Any  # (1, words), packed rows of M_{t-1} that this worker selected
     age: Any  # (*shape) uint8
-
-
-@functools.partial(jax.tree_util.register_dataclass, data_fields=("words", "at", "starts"), meta_fields=())
-@dataclasses.dataclass(frozen=True)
-class Kept:
-    """The mask of one leaf in this step: packed words, and where its entries are (None: everywhere).
-
-    A mask that came as indices has no words until they are asked for; a dense leaf has neither.
-    """
-
-    words: Any = None
-    at: Any = None  # (kept,) int32, positions in the flat leaf
-    starts: Any = None  # (words,) int32, rank of each word's first entry among the kept ones
-
-    def packed(self, layout: LeafLayout) -> Any:
-        """uint32 (words,), or None for a dense leaf."""
-        if self.words is None and self.at is not None:
-            return mask_from_indices(self.at, layout.mask_words)
-        return self.words
-
-    def count(self, layout: LeafLayout) -> int:
-        """Entries kept."""
-        return layout.size if self.at is None else self.at.size
-
-    def take(self, x: jax.Array) -> jax.Array:
-        """The kept entries of x, flat."""
-        x = x.reshape(-1)
-        return x if self.at is None else x.at[self.at].get(mode="promise_in_bounds")
-
-    def put(self, x: jax.Array, values: jax.Array, where: jax.Array) -> jax.Array:
-        """x with its kept entries replaced by `values`; x unless `where`."""
-        if self.at is None:
-            return jnp.where(where, values.reshape(x.shape), x)
-        return put_kept(values, self.at, self.words, self.starts, x, where=where)
-
-    def add(self, x: jax.Array, values: jax.Array) -> jax.Array:
-        """x with `values` added to its kept entries."""
-        if self.at is None:
-            return x + values.reshape(x.shape)
-        return put_kept(values, self.at, self.words, self.starts, x, add=True)
 
 
 # (leaf number, its mask, u on the kept entries, ok) -> what the step returns for that leaf.
@@ -181,7 +138,7 @@ class ScapeStep:
                 masks.append(Kept(rows[: leaf.layout.mask_words]))
             else:
                 columns = rows.reshape(-1, k).astype(jnp.int32)
-                at = materialize(_flat_positions(columns, leaf.layout, self.levels[-1]))
+                at = materialize(flat_positions(columns, leaf.layout, self.levels[-1]))
                 masks.append(Kept(at=at))
         return masks
 
@@ -208,7 +165,7 @@ class ScapeStep:
         for leaf in self.leaves:
             kept = next(masks) if leaf.layout.sparse else Kept()
             if leaf.layout.sparse and index > 0:
-                kept = _located(kept, leaf.layout, self.levels[index], turn)
+                kept = located(kept, leaf.layout, self.levels[index], turn)
                 m_prev, g = in_turn(turn, functools.partial(_taken, leaf, b1), kept)
                 turn = self._next_turn(turn, g)
             else:
@@ -227,7 +184,7 @@ class ScapeStep:
         for i, (leaf, kept, m_prev, ghat) in enumerate(
             zip(self.leaves, kept_of, m_prevs, ghats, strict=True)
         ):
-            kept, rule = _in_turn_kept(write, kept, leaf.layout), functools.partial(self._rule, step)
+            kept, rule = kept_in_turn(write, kept, leaf.layout), functools.partial(self._rule, step)
             values = (ghat, m_prev, stats.clip_factor, None if leaf.age is None else kept.take(leaf.age))
             m, u = rule(*values) if kept.at is None else in_turn(write, rule, *values)
             emitted.append(emit(i, kept, u, write))
@@ -287,35 +244,6 @@ class ScapeStep:
         return [next(own) if leaf.layout.sparse else None for leaf in self.leaves]
 
 
-def _flat_positions(columns: jax.Array, layout: LeafLayout, density: float) -> jax.Array:
-    """int32 (>= R, k) columns of kept entries -> int32 (entries kept,) positions in the flat leaf."""
-    start = jnp.arange(layout.rows, dtype=jnp.int32)[:, None] * layout.row
-    return (columns[: layout.rows] + start).reshape(-1)[: layout.kept(density)[2]]
-
-
-def _located(kept: Kept, layout: LeafLayout, density: float, turn: jax.Array) -> Kept:
-    """The mask with its positions and ranks, each stored before others gather by it."""
-    k, _, total = layout.kept(density)
-
-    def starts_of(kept):
-        words = jnp.pad(kept.packed(layout), (0, layout.rows * layout.row_words - layout.mask_words))
-        words = words.reshape(layout.rows, -1)
-        return words, word_starts(words, k)
-
-    def locate(kept):
-        words, starts = starts_of(kept)
-        at = _flat_positions(row_indices(words, k, starts), layout, density)
-        return at, starts.reshape(-1)[: layout.mask_words]
-
-    if kept.at is None:
-        at, starts = in_turn(turn, locate, kept)
-        return Kept(kept.words, at, starts)
-    if is_scattered(total, layout.size):
-        return kept
-    starts = in_turn(turn, lambda kept: starts_of(kept)[1].reshape(-1)[: layout.mask_words], kept)
-    return dataclasses.replace(kept, starts=starts)
-
-
 def _taken(leaf: Leaf, b1: Any, kept: Kept) -> tuple[jax.Array, jax.Array]:
     """On the kept entries: m_{t-1}, and what is averaged over the workers, g^n + e^n / (1-b1)."""
     g, old = kept.take(leaf.g), kept.take(leaf.h)
@@ -324,14 +252,6 @@ def _taken(leaf: Leaf, b1: Any, kept: Kept) -> tuple[jax.Array, jax.Array]:
     # h holds m where the entry was kept in the last step, the residual elsewhere.
     had_m = unpack(leaf.prev, leaf.layout.size) if kept.at is None else bit_at(leaf.prev, kept.at)
     return jnp.where(had_m, old, 0.0), g + jnp.where(had_m, 0.0, old) / (1 - b1)
-
-
-def _in_turn_kept(turn: jax.Array, kept: Kept, layout: LeafLayout) -> Kept:
-    """The same mask, but what is made from its positions is made only once `turn` is known."""
-    if kept.at is None:
-        return kept
-    later = dataclasses.replace(kept, at=jnp.where(turn, kept.at, 0))
-    return dataclasses.replace(later, words=later.packed(layout))
 
 
 def _semi_updated(h: jax.Array, g: jax.Array, prev: jax.Array, b1: Any) -> jax.Array:
