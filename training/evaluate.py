@@ -76,8 +76,11 @@ def evaluate_each(
     mesh: Mesh,
     worker_axis: str,
     axis_name: str,
-) -> NDArray[np.float64]:
-    """Loss of every worker's own parameters, (W, *shape) over `worker_axis`, on all batches: (W,).
+    *,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> NDArray[np.float64] | None:
+    """Loss of every worker's own parameters, (W, *shape) over `worker_axis`, on all batches: (W,). None where
+    `should_stop` cut it short.
 
     Every process passes whole batches; the rows of one are spread over the devices of an island. Communicates a few
     numbers.
@@ -85,6 +88,8 @@ def evaluate_each(
     sums, whole = _sums_of_each(config, mesh, worker_axis, axis_name), NamedSharding(mesh, PartitionSpec())
     total = np.zeros((2, mesh.shape[worker_axis]))
     for batch in batches:
+        if should_stop():
+            return None
         # Whole on every device, so that any process can give all of it.
         placed = {name: _whole(rows, whole) for name, rows in batch.items()}
         total += np.asarray(sums(params, placed), np.float64)

@@ -71,8 +71,10 @@ class Method(Protocol):
     def model(self, params: Any, opt_state: Any) -> Any:
         """The parameters to evaluate, on every device."""
 
-    def disagreement(self, params: Any, opt_state: Any, batches: Any) -> dict[str, float]:
-        """At an evaluation: how far the workers are from one another."""
+    def disagreement(
+        self, params: Any, opt_state: Any, batches: Any, should_stop: Callable[[], bool]
+    ) -> dict[str, float] | None:
+        """At an evaluation: how far the workers are from one another; None where `should_stop` cut it short."""
 
     def get_state(self) -> dict[str, Any]:
         """What the host decided, as plain JSON."""
@@ -146,7 +148,9 @@ class DataParallel:
     def model(self, params: Any, opt_state: Any) -> Any:
         return params
 
-    def disagreement(self, params: Any, opt_state: Any, batches: Any) -> dict[str, float]:
+    def disagreement(
+        self, params: Any, opt_state: Any, batches: Any, should_stop: Callable[[], bool]
+    ) -> dict[str, float] | None:
         return {}
 
     def get_state(self) -> dict[str, Any]:

@@ -23,6 +23,8 @@ class Progress:
         self._live: Live | None = None
         self._clock: tuple[float, int] | None = None
         self._secs_per_step = 0.0
+        # Of workers that differ, as last evaluated: to measure it for each line would send the whole model each time.
+        self.consensus_distance: float | None = None
 
     def __enter__(self) -> Progress:
         if self.console.is_terminal:
@@ -64,6 +66,8 @@ class Progress:
             parts.append(f"{min(record['local_steps'])} to {max(record['local_steps'])} local steps")
         if "exchange_secs" in record:
             parts.append(f"exchange {record['exchange_secs']:.2g} s")
+        if self.consensus_distance is not None:
+            parts.append(f"consensus {self.consensus_distance:.2g}")
         parts.append(f"{duration(self._secs_left(step))} left")
         if record.get("skipped"):
             parts.append(f"{record['skipped']} skipped")

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding, PartitionSpec
 
 import gasloc_jax
 import models
@@ -59,10 +60,16 @@ class Rounds:
         # On virtual CPU devices programs with collectives must not be in flight together: see gasloc_jax.Round.
         self._waits = setup.mesh.devices.flat[0].platform == "cpu"
         self.in_flight = 0 if self._waits or self._outer.measures else 2
-        self._figures = jax.jit(_figures)
+        self._figures = jax.jit(_figures, out_shardings=NamedSharding(setup.mesh, PartitionSpec()))
 
     def check(self, step: int, note: Callable[[str], Any]) -> None:
         self._note = note
+        processes = jax.process_count()
+        if self._workers % processes:
+            raise ValueError(
+                f"mesh.worker must be divisible by the processes, {processes}, got {self._workers}. An island lies in "
+                "one process."
+            )
         problem = self._outer.last_round_problem(step, self._config.run.steps)
         if problem and step < self._config.run.steps:
             raise ValueError(problem)
@@ -142,12 +149,18 @@ class Rounds:
         """The mean over workers; one all-reduce of the parameters."""
         return self._round.mean_params(opt_state._replace(params=params))
 
-    def disagreement(self, params: Any, opt_state: Any, batches: Any) -> dict[str, float]:
+    def disagreement(
+        self, params: Any, opt_state: Any, batches: Any, should_stop: Callable[[], bool]
+    ) -> dict[str, float] | None:
         state = opt_state._replace(params=params)
         found = {"consensus_distance": float(self._round.consensus_distance(state))}
         if self._outer.evaluate_workers:
             mesh = self._round.mesh
-            losses = evaluate_each(self._model, params, batches, mesh, WORKER_AXIS, AXIS_NAME)
+            losses = evaluate_each(
+                self._model, params, batches, mesh, WORKER_AXIS, AXIS_NAME, should_stop=should_stop
+            )
+            if losses is None:
+                return None
             found["validation_loss_worker_min"] = float(losses.min())
             found["validation_loss_worker_max"] = float(losses.max())
         return found

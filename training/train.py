@@ -173,7 +173,10 @@ def validate(setup: Setup, state: State, batches: int, stop: StopSignals | None 
     if result is None:
         return None
     del params
-    found = method.disagreement(state.params, state.opt_state, _held_out(setup, batches, 0, 1))
+    held_out = _held_out(setup, batches, 0, 1)
+    found = method.disagreement(state.params, state.opt_state, held_out, should_stop)
+    if found is None:
+        return None
     return dataclasses.replace(result, disagreement=found)
 
 
@@ -303,6 +306,7 @@ def _record_validation(
     writer.write({**record, **apart, **_bytes(state)})
     told = f"step {state.step}  validation loss {result.loss:.4f} ({quantity(result.tokens)} tokens)"
     if apart:
+        progress.consensus_distance = apart["consensus_distance"]
         told += " of the mean model"
         if "validation_loss_worker_min" in apart:
             lowest, highest = apart["validation_loss_worker_min"], apart["validation_loss_worker_max"]
