@@ -33,7 +33,7 @@ def held(out):
 
 
 def test_ddp_is_adamw_on_the_whole_batch(source, tmp_path):
-    """Gradients that are summed, not averaged, or a worker that reads another one's rows would show here."""
+    """Gradients that stay on their worker, or rows that no worker reads, would show here."""
     task = settings(source, tmp_path)
     found = bench.train_point(task, bench.METHODS["ddp_adamw"](0), 1, 2, average_gradients=True)
 
