@@ -69,7 +69,9 @@ def _rounds(setup: Setup, kind: str, optimizer: str) -> list[tuple[str, str]]:
     ]
     if outer.fragments > 1:
         a_round = amount(setup.step.wire_bytes(params))
-        rows.append(("fragments", f"{outer.fragments}, of which a round sends one: {a_round}"))
+        rows.append(
+            ("fragments", f"{outer.fragments}, of which a round sends one: {a_round} in place of the above")
+        )
     if config.run.steps % steps:
         rows.append(
             ("last round", f"{config.run.steps % steps} steps, which are left after the whole rounds")
