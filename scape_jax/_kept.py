@@ -72,23 +72,22 @@ def located(kept: Kept, layout: LeafLayout, density: float, turn: jax.Array) -> 
     """The mask with its positions and ranks, each stored before others gather by it."""
     k, _, total = layout.kept(density)
 
-    def starts_of(kept):
+    def ranks(kept):
         words = jnp.pad(kept.packed(layout), (0, layout.rows * layout.row_words - layout.mask_words))
         words = words.reshape(layout.rows, -1)
-        return words, word_starts(words, k)
+        starts = word_starts(words, k)
+        return words, starts, starts.reshape(-1)[: layout.mask_words]
 
-    def locate(kept):
-        words, starts = starts_of(kept)
-        at = flat_positions(row_indices(words, k, starts), layout, density)
-        return at, starts.reshape(-1)[: layout.mask_words]
+    def positions_and_ranks(kept):
+        words, starts, flat_starts = ranks(kept)
+        return flat_positions(row_indices(words, k, starts), layout, density), flat_starts
 
     if kept.at is None:
-        at, starts = in_turn(turn, locate, kept)
+        at, starts = in_turn(turn, positions_and_ranks, kept)
         return Kept(kept.words, at, starts)
     if is_scattered(total, layout.size):
         return kept
-    starts = in_turn(turn, lambda kept: starts_of(kept)[1].reshape(-1)[: layout.mask_words], kept)
-    return dataclasses.replace(kept, starts=starts)
+    return dataclasses.replace(kept, starts=in_turn(turn, lambda kept: ranks(kept)[2], kept))
 
 
 def kept_in_turn(turn: jax.Array, kept: Kept, layout: LeafLayout) -> Kept:

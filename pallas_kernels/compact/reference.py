@@ -111,7 +111,7 @@ def in_turn(turn: jax.Array, fn: Callable[..., Any], *args: Any) -> Any:
     """fn(*args), computed once, not before `turn` is known, and with nothing of its inside kept.
 
     Args:
-      turn: bool (), always True, but XLA must not know it: from `is_computed`.
+      turn: bool (), not known to XLA: from `is_computed`, perhaps and-ed with others. False makes the result meaningless.
       fn: arrays -> a tree of arrays, without collectives.
     """
     like = jax.eval_shape(fn, *args)

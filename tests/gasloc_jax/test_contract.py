@@ -5,7 +5,6 @@ random: to optax they are gradients.
 """
 
 import functools
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import gasloc_jax as gj
 from tests.gasloc_jax.side_by_side import make_mesh
 from tests.helpers import assert_bit_equal, assert_close
-from tests.scape_jax.contract_table import avals, make_grads, make_params
+from tests.scape_jax.contract_table import Run, avals, make_grads, make_params, three_steps
 
 # name -> (axis_name -> transformation)
 TABLE = {
@@ -35,40 +34,9 @@ TABLE = {
 every_optimizer = pytest.mark.parametrize("name", TABLE)
 
 
-class Run(NamedTuple):
-    """Three jitted steps with donation, and what was seen on the way."""
-
-    states: list[Any]
-    updates: list[Any]
-    params: list[Any]
-    num_traces: int
-    old_state_deleted: bool
-
-
 @functools.cache
 def run(name: str) -> Run:
-    tx = TABLE[name](None)
-    traces = []
-
-    # A buffer that update() hands back twice, or keeps alive, makes XLA complain, and warnings are errors.
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(params, state, grads):
-        traces.append(1)
-        updates, state = tx.update(grads, state, params, unexpected_extra_argument=1)
-        return optax.apply_updates(params, updates), state, updates
-
-    params = make_params()
-    state = jax.jit(tx.init)(params)
-    copy = functools.partial(jax.tree.map, jnp.copy)
-    states, all_updates, all_params = [copy(state)], [], [copy(params)]
-    old = state
-    for seed in range(3):
-        params, state, updates = step(params, state, make_grads(make_params(), seed))
-        states.append(copy(state))
-        all_updates.append(updates)
-        all_params.append(copy(params))
-    deleted = all(x.is_deleted() for x in jax.tree.leaves(old) if x.size > 1)
-    return Run(states, all_updates, all_params, len(traces), deleted)
+    return three_steps(TABLE[name](None))
 
 
 @every_optimizer

@@ -5,11 +5,12 @@ bias and a scalar. Every row is a function of the worker axis, so that one table
 """
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 import scape_jax
 
@@ -56,3 +57,38 @@ def avals(tree: Any) -> list[tuple]:
     """(path, shape, dtype, weak_type) of every leaf: what must not change between two updates."""
     flat, _ = jax.tree_util.tree_flatten_with_path(tree)
     return [(jax.tree_util.keystr(p), x.shape, x.dtype, jax.typeof(x).weak_type) for p, x in flat]
+
+
+class Run(NamedTuple):
+    """Three jitted steps with donation, and what was seen on the way."""
+
+    states: list[Any]
+    updates: list[Any]
+    params: list[Any]
+    num_traces: int
+    old_state_deleted: bool
+
+
+def three_steps(tx: optax.GradientTransformation) -> Run:
+    """Three steps on random gradients, one worker."""
+    traces = []
+
+    # A buffer that update() hands back twice, or keeps alive, makes XLA complain, and warnings are errors.
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(params, state, grads):
+        traces.append(1)
+        updates, state = tx.update(grads, state, params, unexpected_extra_argument=1)
+        return optax.apply_updates(params, updates), state, updates
+
+    params = make_params()
+    state = jax.jit(tx.init)(params)
+    copy = functools.partial(jax.tree.map, jnp.copy)
+    states, all_updates, all_params = [copy(state)], [], [copy(params)]
+    old = state
+    for seed in range(3):
+        params, state, updates = step(params, state, make_grads(make_params(), seed))
+        states.append(copy(state))
+        all_updates.append(updates)
+        all_params.append(copy(params))
+    deleted = all(x.is_deleted() for x in jax.tree.leaves(old) if x.size > 1)
+    return Run(states, all_updates, all_params, len(traces), deleted)
