@@ -18,6 +18,7 @@ from scape_jax._scape import ScaleByScapeState, scale_by_scape, scape
 from scape_jax._telemetry import telemetry
 from scape_jax._train_step import TrainStep, make_train_step, state_specs
 from scape_jax._wire import WireBytes, collective_operand_bytes, wire_bytes
+from scape_jax._worker_step import loss_and_grads
 
 __all__ = [
     "STATIC_ARGS",
@@ -35,6 +36,7 @@ __all__ = [
     "all_reduce_gradients",
     "check_equal_on_workers",
     "collective_operand_bytes",
+    "loss_and_grads",
     "make_train_step",
     "scale_by_adams",
     "scale_by_scape",

@@ -32,7 +32,24 @@ def check_batch(batch: Any, num_workers: int, accumulate: int) -> None:
 def loss_and_grads(
     loss_fn: Callable[[Any, Any], jax.Array], params: Any, batch: Any, accumulate: int
 ) -> tuple[jax.Array, Any]:
-    """Mean loss and mean gradient over the micro-batches; clipping comes later, once, on the average."""
+    """Mean loss and mean gradient over the micro-batches; clipping comes later, once, on the average.
+
+    Args:
+      loss_fn: (params, batch) -> scalar, the mean over the batch it is given.
+      params: a tree of arrays.
+      batch: a tree of arrays whose leading axis `accumulate` divides.
+      accumulate: micro-batches, one after the other; the memory of one is needed. Nothing is communicated.
+
+    Returns:
+      (loss, gradients), float32 where there is more than one micro-batch.
+
+    Example:
+      >>> import jax.numpy as jnp, scape_jax
+      >>> loss_fn = lambda params, batch: jnp.mean(params * batch)
+      >>> loss, grad = scape_jax.loss_and_grads(loss_fn, jnp.float32(2.0), jnp.arange(4.0), 2)
+      >>> float(loss), float(grad)
+      (3.0, 1.5)
+    """
     value_and_grad = jax.value_and_grad(loss_fn)
     if accumulate == 1:
         return value_and_grad(params, batch)

@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax import lax
 from jax.sharding import Mesh
 
 import gasloc_jax
 import models
+import scape_jax
 from training.config import Config
 from training.mesh import AXIS_NAME, WORKER_AXIS
 
@@ -82,24 +82,14 @@ def _in_parts(loss_fn: Any, accumulate: int) -> Any:
 
     @jax.custom_vjp
     def mean_loss(params, batch):
-        return both(params, batch)[0]
-
-    def both(params, batch):
-        micro = jax.tree.map(lambda x: x.reshape(accumulate, -1, *x.shape[1:]), batch)
-
-        def add(total, part):
-            found = jax.value_and_grad(loss_fn)(params, part)
-            return jax.tree.map(lambda a, b: a + b.astype(jnp.float32) / accumulate, total, found), None
-
-        zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
-        return lax.scan(add, (jnp.zeros((), jnp.float32), zeros), micro)[0]
+        return scape_jax.loss_and_grads(loss_fn, params, batch, accumulate)[0]
 
     def backward(saved, cotangent):
         grads, batch = saved
         return jax.tree.map(lambda g: g * cotangent, grads), jax.tree.map(_no_gradient, batch)
 
     def forward(params, batch):
-        loss, grads = both(params, batch)
+        loss, grads = scape_jax.loss_and_grads(loss_fn, params, batch, accumulate)
         return loss, (grads, batch)
 
     mean_loss.defvjp(forward, backward)
