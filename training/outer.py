@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.sharding import Mesh
 
@@ -67,7 +66,11 @@ def make_round(config: Config, tx: optax.GradientTransformation, mesh: Mesh) -> 
 
 def local_step(loss_fn: Any, tx: optax.GradientTransformation, accumulate: int) -> gasloc_jax.LocalStep:
     """`gasloc_jax.make_local_step` with micro-batches and the inner optimizer's own figures."""
-    whole = gasloc_jax.make_local_step(_in_parts(loss_fn, accumulate) if accumulate > 1 else loss_fn, tx)
+
+    def in_parts(loss_fn):
+        return functools.partial(scape_jax.loss_and_grads, loss_fn, accumulate=accumulate)
+
+    whole = gasloc_jax.make_local_step(loss_fn, tx, value_and_grad=in_parts)
 
     def step(params, state, batch):
         params, state, measured = whole.step(params, state, batch)
@@ -75,31 +78,6 @@ def local_step(loss_fn: Any, tx: optax.GradientTransformation, accumulate: int) 
         return params, state, {**measured, "grad_norm": stats.grad_norm, "clip_factor": stats.clip_factor}
 
     return gasloc_jax.LocalStep(whole.init, step)
-
-
-def _in_parts(loss_fn: Any, accumulate: int) -> Any:
-    """The mean loss over micro-batches, one after the other, whose gradient needs the memory of one only."""
-
-    @jax.custom_vjp
-    def mean_loss(params, batch):
-        return scape_jax.loss_and_grads(loss_fn, params, batch, accumulate)[0]
-
-    def backward(saved, cotangent):
-        grads, batch = saved
-        return jax.tree.map(lambda g: g * cotangent, grads), jax.tree.map(_no_gradient, batch)
-
-    def forward(params, batch):
-        loss, grads = scape_jax.loss_and_grads(loss_fn, params, batch, accumulate)
-        return loss, (grads, batch)
-
-    mean_loss.defvjp(forward, backward)
-    return mean_loss
-
-
-def _no_gradient(x: jax.Array) -> Any:
-    if jnp.issubdtype(x.dtype, jnp.floating):
-        return jnp.zeros_like(x)
-    return np.zeros(x.shape, jax.dtypes.float0)
 
 
 def _momentum(config: Config) -> float:
