@@ -248,9 +248,9 @@ class CheckpointConfig(Settings):
     keep: int = 2
     """Newest checkpoints that are kept."""
     parameters_from: str = ""
-    """Start from the parameters (only) in this other run's newest checkpoint: the mean of its workers where each had
-    its own.
-    """
+    """Start from the parameters (only) in this other run's newest checkpoint."""
+    parameters_worker: int | None = None
+    """Of a run in rounds take this worker's, counted from 0; None: the mean of all (parameters_from)."""
 
     def check(self) -> None:
         require(
@@ -258,6 +258,15 @@ class CheckpointConfig(Settings):
             f"checkpoint.every must not be negative, got {self.every}. 0: only at the end and on a signal.",
         )
         require(self.keep >= 1, f"checkpoint.keep must be at least 1, got {self.keep}. 1: the newest alone.")
+        worker = self.parameters_worker
+        if worker is not None and require(
+            worker >= 0, f"checkpoint.parameters_worker must not be negative, got {worker}. Count from 0."
+        ):
+            require(
+                bool(self.parameters_from),
+                f"checkpoint.parameters_worker must come with checkpoint.parameters_from, got {worker} alone. Name the "
+                "run in rounds to start from.",
+            )
 
 
 @dataclasses.dataclass(frozen=True)

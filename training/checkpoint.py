@@ -9,6 +9,7 @@ and loads nothing.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -19,6 +20,7 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from training._leaves import by_path, changed, differences, like, shapes
 from training.config import Config, dotted, update
 
 CHECKPOINT_FOLDER = "checkpoints"
@@ -27,7 +29,6 @@ _RESUME = (
     "parameters alone."
 )
 _MAY_CHANGE = ("outer.measure", "outer.evaluate_workers")  # what is looked at, not what is done
-_SHOWN = 4  # leaves and settings listed per kind of difference
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +74,7 @@ class Checkpoints:
         meta = {
             "step": step,
             "config": dotted(config),
-            "leaves": {item: _shapes(leaves) for item, leaves in arrays.items()},
+            "leaves": {item: shapes(leaves) for item, leaves in arrays.items()},
             "data": dict(data_state),
             "totals": dict(totals),
         }
@@ -116,12 +117,12 @@ class Checkpoints:
     def restore_params(self, params: Any, config: Config, step: int | None = None) -> Any:
         """Only the parameters, for evaluation, export, or a new run with another optimizer.
 
-        Of a run in rounds it is the mean over its workers.
+        Of a run in rounds they are those of the worker config.checkpoint.parameters_worker, or the mean over all.
         """
         step = self._step(step)
         meta, wanted = self.read_meta(step), {"params": by_path(params)}
-        saved = dotted(Config()) | meta["config"]
-        workers = saved["mesh.worker"] if saved["outer.name"] != "none" else 0
+        workers, worker = _workers(meta), config.checkpoint.parameters_worker
+        self._check_worker(worker, workers)
         if workers:
             wanted = {"params": {path: _each(x, workers) for path, x in wanted["params"].items()}}
         advice = "Set the model to the checkpoint's values, or start from other parameters."
@@ -129,8 +130,22 @@ class Checkpoints:
         found = self._read(step, wanted)["params"]
         if workers:
             shardings = {path: x.sharding for path, x in by_path(params).items()}
-            found = jax.jit(_mean, out_shardings=shardings)(found)
+            one = _mean if worker is None else functools.partial(_pick, worker)
+            found = jax.jit(one, out_shardings=shardings)(found)
         return like(params, found)
+
+    def told_params(self, config: Config, step: int | None = None) -> str:
+        """Which parameters `restore_params` takes, for the user to read."""
+        step = self._step(step)
+        workers, worker = _workers(self.read_meta(step)), config.checkpoint.parameters_worker
+        of = f"step {step} of {self.folder.parent}"
+        if not workers:
+            return of
+        return (
+            f"the mean of {workers} workers, {of}"
+            if worker is None
+            else f"worker {worker} of {workers}, {of}"
+        )
 
     def read_meta(self, step: int | None = None) -> dict[str, Any]:
         """The JSON item of a checkpoint: step, config, leaves, data, totals."""
@@ -204,9 +219,9 @@ class Checkpoints:
     ) -> None:
         lines = []
         for item, leaves in wanted.items():
-            lines += _differences(item, meta["leaves"][item], _shapes(leaves))
+            lines += differences(item, meta["leaves"][item], shapes(leaves))
         if lines:
-            settings = _changed(meta["config"], dotted(config), sections)
+            settings = changed(meta["config"], dotted(config), sections)
             raise ValueError(
                 f"the checkpoint of step {step} in {self.folder} must hold the state of this {what}, "
                 "but differs (nothing was loaded):\n  "
@@ -216,21 +231,34 @@ class Checkpoints:
                 + f"\n{advice}"
             )
 
+    def _check_worker(self, worker: int | None, workers: int) -> None:
+        if worker is None or worker < workers:
+            return
+        if not workers:
+            raise ValueError(
+                f"checkpoint.parameters_worker must be left out, got {worker}: {self.folder.parent} was no run in rounds, "
+                "so that all its workers had the same parameters."
+            )
+        raise ValueError(
+            f"checkpoint.parameters_worker must be in 0..{workers - 1}, got {worker}: {self.folder.parent} had {workers} "
+            "workers. Leave it out for their mean."
+        )
+
     def _check_settings(self, step: int, meta: Mapping[str, Any], config: Config) -> None:
         """Settings that give meaning to the buffers must be the saved ones even where no shape tells them
         apart.
         """
         # A setting that the checkpoint does not know had its default's behaviour when it was written.
         before = dotted(Config()) | meta["config"]
-        changed = _changed(before, dotted(config), ("model.", "optimizer.", "outer."), _MAY_CHANGE)
+        found = changed(before, dotted(config), ("model.", "optimizer.", "outer."), _MAY_CHANGE)
         saved = update(Config(), meta["config"])
         warmups = [round(c.optimizer.density_warmup_fraction * c.run.steps) for c in (saved, config)]
         if warmups[0] != warmups[1] and step < max(warmups):
-            changed.append(f"steps of density warm-up: {warmups[0]} -> {warmups[1]}, not over at step {step}")
-        if changed:
+            found.append(f"steps of density warm-up: {warmups[0]} -> {warmups[1]}, not over at step {step}")
+        if found:
             raise ValueError(
                 f"the checkpoint of step {step} in {self.folder} was made with other settings (nothing was "
-                "loaded), checkpoint -> now:\n  " + "\n  ".join(changed) + f"\n{_RESUME}"
+                "loaded), checkpoint -> now:\n  " + "\n  ".join(found) + f"\n{_RESUME}"
             )
 
 
@@ -243,57 +271,15 @@ def _each(leaf: Any, workers: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((workers, *leaf.shape), leaf.dtype, sharding=sharding)
 
 
+def _workers(meta: Mapping[str, Any]) -> int:
+    """Workers with parameters of their own; 0 where all had the same."""
+    saved = dotted(Config()) | meta["config"]
+    return saved["mesh.worker"] if saved["outer.name"] != "none" else 0
+
+
+def _pick(worker: int, leaves: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    return {path: x[worker] for path, x in leaves.items()}
+
+
 def _mean(leaves: dict[str, jax.Array]) -> dict[str, jax.Array]:
     return {path: jnp.mean(x, axis=0, dtype=jnp.float32).astype(x.dtype) for path, x in leaves.items()}
-
-
-def by_path(tree: Any) -> dict[str, Any]:
-    """The leaves of a tree under paths of names joined by slashes."""
-    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return {"/".join(map(_name, path)): leaf for path, leaf in leaves}
-
-
-def like(tree: Any, leaves: Mapping[str, Any]) -> Any:
-    """The tree with its leaves replaced by those of the same path."""
-    paths, structure = jax.tree_util.tree_flatten_with_path(tree)
-    return jax.tree.unflatten(structure, [leaves["/".join(map(_name, path))] for path, _ in paths])
-
-
-def _name(key: Any) -> str:
-    for attribute in ("key", "name", "idx"):
-        if hasattr(key, attribute):
-            return str(getattr(key, attribute))
-    return str(key)
-
-
-def _shapes(leaves: Mapping[str, Any]) -> dict[str, str]:
-    return {path: f"{x.dtype}{list(x.shape)}" for path, x in leaves.items()}
-
-
-def _differences(item: str, saved: Mapping[str, str], wanted: Mapping[str, str]) -> list[str]:
-    kinds = {
-        "missing from the checkpoint": [f"{p} {wanted[p]}" for p in wanted if p not in saved],
-        "only in the checkpoint": [f"{p} {saved[p]}" for p in saved if p not in wanted],
-        "of another shape": [
-            f"{p} {saved[p]}, must be {wanted[p]}" for p in wanted if p in saved and saved[p] != wanted[p]
-        ],
-    }
-    lines = []
-    for kind, found in kinds.items():
-        if found:
-            rest = f", and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-            lines.append(f"{item}, {kind}: {'; '.join(found[:_SHOWN])}{rest}")
-    return lines
-
-
-def _changed(
-    saved: Mapping[str, Any], now: Mapping[str, Any], sections: tuple[str, ...], free: tuple[str, ...] = ()
-) -> list[str]:
-    """Settings of the sections that differ, as lines; JSON has turned tuples into lists."""
-    lines = []
-    for key in sorted(set(saved) | set(now)):
-        old, new = saved.get(key), now.get(key)
-        old, new = (list(value) if isinstance(value, tuple) else value for value in (old, new))
-        if key.startswith(sections) and key not in free and old != new:
-            lines.append(f"{key}: {old!r} -> {new!r}")
-    return lines

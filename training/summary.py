@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from training.train import Setup, State
 
 
-def startup_text(setup: Setup, folder: Path, step: int) -> str:
+def startup_text(setup: Setup, folder: Path, state: State) -> str:
     """What is about to run, in a few aligned lines."""
-    config = setup.config
+    config, step = setup.config, state.step
     optimizer = config.optimizer.name + (
         f", density {config.optimizer.density:g}" if config.optimizer.is_sparse else ""
     )
@@ -28,6 +28,7 @@ def startup_text(setup: Setup, folder: Path, step: int) -> str:
     rows = [
         ("run", f"{folder}" + (f", going on from step {step}" if step else "")),
         ("model", f"{config.model.preset}, {setup.parameters:,} parameters"),
+        *([("start", f"parameters of {state.source}")] if state.source else []),
         ("data", f"{len(setup.data.train):,} tokens of {setup.data.train.path}"),
     ]
     if setup.in_rounds:

@@ -81,6 +81,7 @@ class State:
     opt_state: Any
     loader: Any
     totals: dict[str, float]
+    source: str = ""  # whose parameters a new run starts from; empty: fresh ones
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,13 +131,14 @@ def start(setup: Setup) -> State:
     )
     params = models.init_params(setup.model, config.run.seed)
     params = jax.device_put(params, NamedSharding(setup.mesh, PartitionSpec()))
+    source = ""
     if config.checkpoint.parameters_from:
-        source = Path(config.checkpoint.parameters_from)
-        runs.load_config(source)  # a clear error where this is no run
-        with Checkpoints(source) as checkpoints:
-            params = checkpoints.restore_params(params, config)
+        folder = Path(config.checkpoint.parameters_from)
+        runs.load_config(folder)  # a clear error where this is no run
+        with Checkpoints(folder) as checkpoints:
+            params, source = checkpoints.restore_params(params, config), checkpoints.told_params(config)
     totals = {"bytes_sent": 0.0, "dense_bytes": 0.0, "secs": 0.0}
-    return State(0, *setup.method.begin(params), loader, totals)
+    return State(0, *setup.method.begin(params), loader, totals, source)
 
 
 def restore(setup: Setup, checkpoints: Checkpoints) -> State:
@@ -157,7 +159,8 @@ def abstract_state(setup: Setup) -> tuple[Any, Any]:
 
 
 def _without_source(config: Config) -> Config:
-    return dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, parameters_from=""))
+    own = dataclasses.replace(config.checkpoint, parameters_from="", parameters_worker=None)
+    return dataclasses.replace(config, checkpoint=own)
 
 
 def validate(setup: Setup, state: State, batches: int, stop: StopSignals | None = None) -> Evaluation | None:
@@ -232,7 +235,7 @@ def train(setup: Setup, folder: Path, *, resume: bool = False, out: TextIO | Non
             )
         )
         method.check(state.step, progress.note)
-        progress.note(startup_text(setup, folder, state.step))
+        progress.note(startup_text(setup, folder, state))
         first_step = state.step
         log = RunLog(
             writer,

@@ -10,7 +10,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from tests import helpers
 from training import config as settings
-from training.checkpoint import Checkpoints, by_path, like
+from training._leaves import by_path, like
+from training.checkpoint import Checkpoints
 
 
 class Buffers(NamedTuple):

@@ -24,6 +24,7 @@ from training import metrics, runs
 from training.checkpoint import Checkpoints
 from training.data import make_loader
 from training.outer import local_step, make_outer
+from training.summary import startup_text
 from training.train import State, abstract_state, build, restore, start, train, validate
 
 
@@ -127,6 +128,9 @@ def test_the_mean_is_evaluated_and_taken_over(whole, corpus):
     other = build(tiny(corpus, optimizer__name="adamw", checkpoint__parameters_from=str(folder)))
     taken = start(other).params
     helpers.assert_close(taken, mean, terms=4)
+    assert f"parameters of the mean of 4 workers, step 10 of {folder}" in startup_text(
+        other, folder, start(other)
+    )
     state = State(10, taken, None, None, {})
     assert validate(other, state, 1).loss == pytest.approx(outcome.summary["validation_loss"], rel=1e-5)
     losses = []
@@ -137,6 +141,30 @@ def test_the_mean_is_evaluated_and_taken_over(whole, corpus):
     last = records[-1]
     assert last["validation_loss_worker_min"] == pytest.approx(min(losses), rel=1e-5)
     assert last["validation_loss_worker_max"] == pytest.approx(max(losses), rel=1e-5)
+
+
+@pytest.mark.parametrize("worker", [0, 2])
+def test_one_workers_parameters_are_taken_over(whole, corpus, worker):
+    """Bit for bit, by a run that is none in rounds; a mean, or another worker's, differs."""
+    source, changes = str(whole[0]), {"optimizer.name": "adamw", "checkpoint.parameters_worker": worker}
+    state = start(build(tiny(corpus, **changes, checkpoint__parameters_from=source)))
+    saved = jax.tree.map(np.asarray, saved_state(whole[1], whole[0], 10).params)
+    helpers.assert_bit_equal(state.params, jax.tree.map(lambda x: x[worker], saved))
+    assert state.source == f"worker {worker} of 4, step 10 of {whole[0]}"
+
+
+def test_a_worker_that_is_not_there(whole, corpus):
+    one = {"checkpoint.parameters_from": str(whole[0]), "checkpoint.parameters_worker": 4}
+    with pytest.raises(
+        ValueError, match=r"parameters_worker must be in 0\.\.3, got 4: .* Leave it out for their mean"
+    ):
+        start(build(tiny(corpus, optimizer__name="adamw", **one)))
+    with pytest.raises(ValueError, match=r"parameters_worker must not be negative, got -1"):
+        tiny(corpus, **one | {"checkpoint.parameters_worker": -1})
+    with pytest.raises(
+        ValueError, match=r"parameters_worker must come with checkpoint.parameters_from, got 0 alone"
+    ):
+        tiny(corpus, checkpoint__parameters_worker=0)
 
 
 def test_rounds_are_those_of_the_library_on_each_workers_own_rows(whole, corpus):

@@ -239,7 +239,12 @@ def test_other_optimizer_may_start_from_the_parameters(whole):
     changes = {"optimizer.name": "adamw", "mesh.data": 2, "checkpoint.parameters_from": str(whole.folder)}
     state = start(build(settings.update(whole.setup.config, changes)))
     helpers.assert_bit_equal(state.params, saved_state(whole.setup, whole.folder, 10).params)
-    assert state.step == 0
+    assert state.step == 0 and state.source == f"step 10 of {whole.folder}"
+    changes["checkpoint.parameters_worker"] = 0
+    with pytest.raises(
+        ValueError, match=r"parameters_worker must be left out, got 0: .* was no run in rounds"
+    ):
+        start(build(settings.update(whole.setup.config, changes)))
 
 
 def test_parameters_of_another_model_are_refused_by_the_models_settings(whole):
