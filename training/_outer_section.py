@@ -50,8 +50,10 @@ class OuterConfig(Settings):
     """Fewest steps of a worker (adapt)."""
     most_steps: int | None = None
     """Most steps of a worker (adapt); None: twice local_steps."""
-    measure: bool = False
-    """Time the two halves of a round, for exchange_secs in the metrics; adapt does so too."""
+    measure: bool | None = None
+    """Time local steps and exchange of every round, for local_secs and exchange_secs in the metrics. The host then waits
+    for the devices twice a round and sends nothing ahead. None: without outer.delay, whose overlap timing would end.
+    """
     evaluate_workers: bool = True
     """At an evaluation also measure the validation loss of every single worker."""
 
@@ -67,7 +69,8 @@ class OuterConfig(Settings):
 
     @property
     def measures(self) -> bool:
-        return self.adapt or self.measure
+        """Whether the two halves of a round are timed."""
+        return self.adapt or (self.delay == 0 if self.measure is None else self.measure)
 
     def check(self) -> None:
         given = [self.local_steps] if isinstance(self.local_steps, int) else list(self.local_steps)
@@ -123,7 +126,7 @@ class OuterConfig(Settings):
             require(
                 self.delay == 0,
                 f"outer.delay must be 0 with outer.adapt or outer.measure, got {self.delay}. Timing the exchange by "
-                "itself would end its overlap.",
+                "itself would end its overlap; leave them out.",
             )
         if self.adapt:
             require(

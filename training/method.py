@@ -68,6 +68,9 @@ class Method(Protocol):
     def telemetry(self, opt_state: Any) -> dict[str, Any]:
         """Figures of a state for a line of metrics.jsonl."""
 
+    def times(self) -> dict[str, Any]:
+        """Seconds of the last steps for a line of metrics.jsonl; gathered, so all processes call it at the same step."""
+
     def model(self, params: Any, opt_state: Any) -> Any:
         """The parameters to evaluate, on every device."""
 
@@ -77,7 +80,7 @@ class Method(Protocol):
         """At an evaluation: how far the workers are from one another; None where `should_stop` cut it short."""
 
     def get_state(self) -> dict[str, Any]:
-        """What the host decided, as plain JSON."""
+        """What the host decided, as plain JSON; gathered, so all processes call it at the same step."""
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Goes on from what `get_state` returned."""
@@ -144,6 +147,9 @@ class DataParallel:
 
     def telemetry(self, opt_state: Any) -> dict[str, Any]:
         return self._setup.step.telemetry(opt_state)
+
+    def times(self) -> dict[str, Any]:
+        return {}
 
     def model(self, params: Any, opt_state: Any) -> Any:
         return params

@@ -69,8 +69,8 @@ def read(folder: str | Path) -> list[dict[str, Any]]:
     return [record for record, _ in _records(path)] if path.is_file() else []
 
 
-def series(records: list[dict[str, Any]], key: str) -> tuple[list[int], list[float]]:
-    """Steps and values of one key over the records that have it."""
+def series(records: list[dict[str, Any]], key: str) -> tuple[list[int], list[Any]]:
+    """Steps and values of one key, numbers or lists of them, over the records that have it."""
     found = [(record["step"], record[key]) for record in records if key in record]
     return [step for step, _ in found], [value for _, value in found]
 

@@ -50,7 +50,7 @@ def gasloc_demo() -> Config:
         base,
         run=RunConfig(name="gasloc-demo", steps=1000),
         optimizer=OptimizerConfig(name="adamw"),
-        outer=OuterConfig(name="gasloc", local_steps=10, measure=True),
+        outer=OuterConfig(name="gasloc", local_steps=10),
         mesh=MeshConfig(worker=8, platform="cpu"),
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, TextIO
 
@@ -63,9 +63,9 @@ class Progress:
         if dense:
             parts.append(f"sent {amount(sent)} of {amount(dense)} dense ({dense / max(sent, 1):.1f}x fewer)")
         if len(set(record.get("local_steps", ()))) > 1:
-            parts.append(f"{min(record['local_steps'])} to {max(record['local_steps'])} local steps")
+            parts.append(f"{spread(record['local_steps'])} local steps")
         if "exchange_secs" in record:
-            parts.append(f"exchange {record['exchange_secs']:.2g} s")
+            parts.append(f"exchange {spread(record['exchange_secs'], '.2g')} s")
         if self.consensus_distance is not None:
             parts.append(f"consensus {self.consensus_distance:.2g}")
         parts.append(f"{duration(self._secs_left(step))} left")
@@ -97,6 +97,12 @@ def amount(value_bytes: float) -> str:
         if abs(value_bytes) >= size:
             return f"{value_bytes / size:.3g} {unit}"
     return f"{value_bytes:.0f} B"
+
+
+def spread(values: Sequence[float], format: str = "") -> str:
+    """Of numbers of several workers "least to most", or the one that all have: [10, 7, 10] -> 7 to 10."""
+    least, most = f"{min(values):{format}}", f"{max(values):{format}}"
+    return least if least == most else f"{least} to {most}"
 
 
 def duration(secs: float) -> str:

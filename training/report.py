@@ -15,13 +15,22 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter, Formatter, LogLocator, NullFormatter, StrMethodFormatter
+from matplotlib.ticker import (
+    EngFormatter,
+    Formatter,
+    LogLocator,
+    MaxNLocator,
+    NullFormatter,
+    StrMethodFormatter,
+)
 
 from training import metrics
-from training.progress import amount, duration, quantity
+from training._panels import PANELS
+from training.progress import amount, duration, quantity, spread
 
 CONFIG_FILE, SUMMARY_FILE, REPORT_FILE = "config.json", "summary.json", "report.html"
 
@@ -114,7 +123,7 @@ def summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         if len(set(summary["local_steps"])) > 1:
             rows.append(("local steps of the last round", ", ".join(map(str, summary["local_steps"]))))
         if "exchange_secs" in summary:
-            rows.append(("seconds of the last exchange", f"{summary['exchange_secs']:.3g}"))
+            rows.append(("seconds of the last exchange", spread(summary["exchange_secs"], ".3g")))
     rows += [
         ("tokens/s", quantity(summary["tokens_per_sec"])),
         ("time", duration(summary["secs"])),
@@ -138,79 +147,8 @@ def _table(rows: list[tuple[str, str]]) -> str:
     return f"<table>{''.join(cells)}</table>"
 
 
-@dataclasses.dataclass(frozen=True)
-class Panel:
-    """One plot of a run: its curves, as (key of metrics.jsonl, name), and how to read it."""
-
-    title: str
-    curves: tuple[tuple[str, str], ...]
-    meaning: str
-
-
-PANELS = (
-    Panel(
-        "loss (nats per token)",
-        (("loss_mean", "training"), ("validation_loss", "validation")),
-        "Mean training loss since the point before, and loss on held-out text: good is falling; validation "
-        "rising while training falls is overfitting.",
-    ),
-    Panel(
-        "loss of single workers",
-        (
-            ("loss_worker_min", "training, lowest"),
-            ("loss_worker_max", "training, highest"),
-            ("validation_loss_worker_min", "validation, lowest"),
-            ("validation_loss_worker_max", "validation, highest"),
-            ("validation_loss", "validation of the mean"),
-        ),
-        "Workers that differ: good is a narrow band, and the mean of their parameters below all of them.",
-    ),
-    Panel(
-        "consensus distance",
-        (("consensus_distance", "distance"),),
-        "Root mean square distance of the workers' parameters from their mean: good is level or falling; growing "
-        "says that they meet too rarely for the outer learning rate and momentum.",
-    ),
-    Panel(
-        "seconds of a round",
-        (("local_secs", "local steps"), ("exchange_secs", "exchange")),
-        "Where a round's time goes, waiting for peers included: good is an exchange far below the steps.",
-    ),
-    Panel(
-        "bytes sent per worker",
-        (("bytes_sent_total", "sent"), ("dense_bytes_total", "dense all-reduce")),
-        "What a worker has sent so far, beside what a dense exchange would have: good is far below it.",
-    ),
-    Panel(
-        "density of the mask",
-        (("density", "density"),),
-        "Fraction of the entries sent in a step: falls from 1 during the warm-up to optimizer.density, and a little "
-        "above it for leaves that are sent whole.",
-    ),
-    Panel(
-        "overlap of adjacent masks",
-        (("mask_overlap", "overlap"),),
-        "Part of a mask that was in the one before: good is in between, for at 1 the same entries go every time, "
-        "and at the density the choice is as by chance.",
-    ),
-    Panel(
-        "norms",
-        (("residual_norm", "residual"), ("kept_norm", "kept part"), ("grad_norm", "averaged gradient")),
-        "The residual is what waits to be sent: good is a level line; one that keeps growing says that too little "
-        "is sent.",
-    ),
-    Panel(
-        "learning rate",
-        (("lr", "learning rate"),),
-        "What each step applied: good is the schedule as you set it; it stands still in a skipped step.",
-    ),
-)
-
-
 def run_figure(run: RunResults) -> Figure:
-    """Loss, bytes, density, mask overlap, norms and learning rate, each with a sentence; panels without data are
-    left out.
-    """
+    """A plot for each of PANELS with its sentence; those without data are left out."""
     drawn = [
         (panel, curves)
         for panel in PANELS
@@ -220,18 +158,36 @@ def run_figure(run: RunResults) -> Figure:
     figure = Figure(figsize=(11, 3.6 * rows), layout="constrained")
     for number, (panel, curves) in enumerate(drawn):
         axes = figure.add_subplot(rows, 2, number + 1)
+        series = [(label, *metrics.series(run.records, key)) for key, label in curves]
+        if panel.by_worker:
+            (label, steps, lists) = series[0]
+            if any(len(set(values)) > 1 for values in lists):
+                _picture(axes, label, steps, lists)
+                series = []
+            else:
+                series = [(label, steps, [values[0] for values in lists])]
         largest = 0.0
-        for key, label in curves:
-            steps, values = metrics.series(run.records, key)
+        for label, steps, values in series:
             axes.plot(steps, values, label=label, marker="o" if len(steps) < 25 else None, markersize=3)
             largest = max([largest, *(value for value in values if math.isfinite(value))])
-        _scale(axes, panel.title, largest)
+        if series:
+            _scale(axes, panel.title, largest)
         axes.set(title=panel.title, xlabel="step\n" + textwrap.fill(panel.meaning, 72))
         axes.xaxis.label.set_fontsize("small")
         axes.grid(alpha=0.3)
         if len(curves) > 1:
             axes.legend(framealpha=0.6)
     return figure
+
+
+def _picture(axes: Axes, label: str, steps: list[int], lists: list[list[float]]) -> None:
+    """Workers by steps, colours from 0 up; a column ends at the step at which it was logged."""
+    edges = [steps[0] - (steps[1] - steps[0] if len(steps) > 1 else 1), *steps]
+    rows = np.transpose(lists)
+    drawn = axes.pcolormesh(edges, np.arange(len(rows) + 1) - 0.5, rows, vmin=0, rasterized=len(steps) > 200)
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_ylabel("worker")
+    axes.figure.colorbar(drawn, ax=axes, label=label)
 
 
 def _scale(axes: Axes, title: str, largest: float) -> None:

@@ -8,7 +8,6 @@ reads on exactly there.
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -17,12 +16,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
 import gasloc_jax
 import models
 import scape_jax
+from training._pace import Pace
 from training.data import BatchLoader
 from training.evaluate import evaluate_each
 from training.mesh import AXIS_NAME, WORKER_AXIS
@@ -30,8 +29,6 @@ from training.method import Sent
 
 if TYPE_CHECKING:
     from training.train import Setup
-
-_ADAPT_EVERY = 5  # rounds between two choices: each is a gather of 8 bytes a process, for which all wait
 
 
 class Rounds:
@@ -42,16 +39,10 @@ class Rounds:
         self._config, self._outer, self._round = config, config.outer, setup.step
         self._model, self._params = setup.model, models.abstract_params(setup.model)
         self._workers = config.mesh.worker
-        given = self._outer.local_steps
-        self.local_steps = [given] * self._workers if isinstance(given, int) else list(given)
+        self._pace = Pace(self._outer, self._round.worker.outer.pool(self._workers))
         self._tx = setup.tx
         self._island_bytes = 0.0
         self._left_out = 0
-        self._secs: list[
-            tuple[float, float]
-        ] = []  # of one local step and one exchange, since the last choice
-        self._target_secs: float | None = None
-        self._rounds_timed = 0
         self._note: Callable[[str], Any] = lambda text: None
         self._counts: list[int] = []  # of the round that was read last
         self._round_bytes = self._round.wire_bytes(self._params)
@@ -61,6 +52,11 @@ class Rounds:
         self._waits = setup.mesh.devices.flat[0].platform == "cpu"
         self.in_flight = 0 if self._waits or self._outer.measures else 2
         self._figures = jax.jit(_figures, out_shardings=NamedSharding(setup.mesh, PartitionSpec()))
+
+    @property
+    def local_steps(self) -> list[int]:
+        """H_i of every worker in a whole round."""
+        return self._pace.local_steps
 
     def check(self, step: int, note: Callable[[str], Any]) -> None:
         self._note = note
@@ -111,7 +107,7 @@ class Rounds:
         state, counts = opt_state._replace(params=params), self._counts
         known: dict[str, Any] = {"local_steps": counts}
         if self._outer.measures:
-            state, measured, known["local_secs"], known["exchange_secs"] = self._timed(state, batch, counts)
+            state, measured = self._timed(state, batch, counts)
         else:
             state, measured = self._round(state, batch, counts)
         rows = self._config.data.global_batch // self._workers
@@ -122,8 +118,6 @@ class Rounds:
         )
         if self._waits:
             jax.block_until_ready(figures)
-        if self._outer.adapt:
-            self._adapt(known["local_secs"] / max(counts), known["exchange_secs"])
         return *_split(state), figures | known
 
     def sent(self, step: int, steps: int) -> Sent:
@@ -144,6 +138,9 @@ class Rounds:
 
     def telemetry(self, opt_state: Any) -> dict[str, Any]:
         return {}
+
+    def times(self) -> dict[str, Any]:
+        return self._pace.line()
 
     def model(self, params: Any, opt_state: Any) -> Any:
         """The mean over workers; one all-reduce of the parameters."""
@@ -166,57 +163,31 @@ class Rounds:
         return found
 
     def get_state(self) -> dict[str, Any]:
-        return {
-            "local_steps": list(self.local_steps),
-            "target_secs": self._target_secs,
+        return self._pace.get_state() | {
             "island_bytes": self._island_bytes,
             "sequences_left_out": self._left_out,
         }
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        self.local_steps = list(state["local_steps"])
-        self._target_secs = state["target_secs"]
+        self._pace.set_state(state)
         self._island_bytes, self._left_out = state["island_bytes"], state["sequences_left_out"]
-
-    # Times --------------------------------------------------------------------------------------------------------
 
     def _timed(
         self, state: gasloc_jax.RoundState, batch: Any, counts: list[int]
-    ) -> tuple[gasloc_jax.RoundState, dict[str, Any], float, float]:
-        """A round in its two halves, with the seconds that this process took for each."""
+    ) -> tuple[gasloc_jax.RoundState, dict[str, Any]]:
+        """A round in its two halves, each with a wait for its end, so that this process can time them."""
         jax.block_until_ready(state)
+        number = int(state.round.addressable_data(0)[0])
         began = time.perf_counter()
         state, measured = self._round.local(state, batch, counts)
         jax.block_until_ready(state)
         stepped = time.perf_counter()
         state = self._round.exchange(state)
         jax.block_until_ready(state)
-        return state, measured, stepped - began, time.perf_counter() - stepped
-
-    def _adapt(self, step_secs: float, exchange_secs: float) -> None:
-        """Chooses all workers' steps from what every process measured; those of one process share its times."""
-        self._rounds_timed += 1
-        if self._rounds_timed == 1:  # compilation
-            return
-        self._secs.append((step_secs, exchange_secs))
-        if len(self._secs) < _ADAPT_EVERY:
-            return
-        steps, exchanges = zip(*self._secs, strict=True)
-        self._secs = []
-        mine = np.array([statistics.median(steps), min(exchanges)], np.float32)
-        found = np.asarray(multihost_utils.process_allgather(mine)).reshape(-1, 2)
-        times = np.repeat(found, self._workers // len(found), axis=0).tolist()
-        o = self._outer
-        adapt = gasloc_jax.AdaptiveLocalSteps(o.steps_per_round, o.fewest_steps, o.most)
-        if self._target_secs is None:
-            self._target_secs = adapt.common_target([t[0] for t in times], [t[1] for t in times])
-        chosen = [
-            adapt.choose(now, [step], [exchange], self._target_secs)
-            for now, (step, exchange) in zip(self.local_steps, times, strict=True)
-        ]
-        if chosen != self.local_steps:
-            self._note(f"local steps of the workers: {self.local_steps} -> {chosen}")
-            self.local_steps = chosen
+        changed = self._pace.add(number, counts, stepped - began, time.perf_counter() - stepped)
+        if changed:
+            self._note(changed)
+        return state, measured
 
 
 def _split(state: gasloc_jax.RoundState) -> tuple[Any, Any]:

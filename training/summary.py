@@ -12,7 +12,7 @@ from training.evaluate import Evaluation
 from training.outer import make_outer
 from training.progress import amount
 
-_LAST = ("local_steps", "exchange_secs", "sequences_left_out", "island_bytes_total")  # of a run in rounds
+_ROUNDS = ("local_steps", "local_secs", "exchange_secs", "sequences_left_out", "island_bytes_total")
 
 if TYPE_CHECKING:
     from training.train import Setup, State
@@ -101,5 +101,5 @@ def summarise(setup: Setup, state: State, final: Evaluation, records: list[dict[
         "dense_bytes_total": state.totals["dense_bytes"],
         "skipped": logged[-1].get("skipped", 0),
         **final.disagreement,
-        **{name: logged[-1][name] for name in _LAST if name in logged[-1]},
+        **{name: logged[-1][name] for name in _ROUNDS if name in logged[-1]},
     }

@@ -262,7 +262,7 @@ def train(setup: Setup, folder: Path, *, resume: bool = False, out: TextIO | Non
 
             if _passed(config.log.every, before, state.step) or state.step == total:
                 telemetry = method.telemetry(state.opt_state) if config.log.telemetry else {}
-                log.line(state.step, {**_bytes(state), **sent.line, **telemetry})
+                log.line(state.step, {**_bytes(state), **sent.line, **method.times(), **telemetry})
             if _passed(evaluate_every, before, state.step) and state.step < total:
                 with log.pause():
                     result = validate(setup, state, config.eval.batches, stop)

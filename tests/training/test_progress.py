@@ -53,7 +53,8 @@ def test_numbers_for_people(function, value, text):
 
 def test_workers_in_rounds():
     progress = Progress(100, file=io.StringIO())
-    line = progress.line({**RECORD, "local_steps": [10, 7, 10], "exchange_secs": 0.251})
-    assert "  7 to 10 local steps  exchange 0.25 s  ? left" in line
+    line = progress.line({**RECORD, "local_steps": [10, 7, 10], "exchange_secs": [0.251, 0.25, 6.0]})
+    assert "  7 to 10 local steps  exchange 0.25 to 6 s  ? left" in line
+    assert "  exchange 0.25 s  " in progress.line({**RECORD, "exchange_secs": [0.251, 0.25]})
     progress.consensus_distance = 1.234
     assert "  consensus 1.2  " in progress.line({**RECORD, "local_steps": [10, 10]})

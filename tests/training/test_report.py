@@ -3,6 +3,7 @@
 import json
 import re
 
+import numpy as np
 import pytest
 from rich.console import Console
 
@@ -98,6 +99,31 @@ def test_each_panel_says_what_is_good_and_keeps_its_curves_inside(tmp_path):
     labels = [tick.get_text() for tick in norms.get_yticklabels()]
     assert {"1", "2", "5"} <= set(labels)
     assert not any(tick.get_text() for tick in norms.get_yticklabels(minor=True))
+
+
+def test_numbers_of_each_worker(tmp_path):
+    """A picture where workers differ, with the logged values in its rows; a curve where all have the same."""
+    run = report.read_run(make_run(tmp_path / "a"))
+    steps = [[10, 10, 10], [10, 10, 4], [10, 10, 5], [10, 10, 5]]
+    logged = [r for r in run.records if "loss" in r]
+    for record, counts in zip(logged, steps, strict=True):
+        record |= {"local_steps": counts, "exchange_secs": [0.2] * 3}
+    figure = report.run_figure(run)
+    titles = {axes.get_title(): axes for axes in figure.axes}
+    assert "seconds of each worker's local steps" not in titles
+    (picture,) = titles["local steps of each worker"].collections
+    assert np.asarray(picture.get_array()).T.tolist() == steps and picture.get_clim() == (0, 10)
+    (line,) = titles["seconds of each worker's exchange"].get_lines()
+    assert list(line.get_ydata()) == [0.2] * 4
+    figure.canvas.draw()
+    summary = SUMMARY | {
+        "consensus_distance": 1.0,
+        "local_steps": steps[-1],
+        "exchange_secs": [0.2, 0.2, 1.5],
+    }
+    rows = dict(report.summary_rows(summary))
+    assert rows["local steps of the last round"] == "10, 10, 5"
+    assert rows["seconds of the last exchange"] == "0.2 to 1.5"
 
 
 def test_label_names_the_optimizer_once(tmp_path):

@@ -1,0 +1,60 @@
+"""Local steps that follow from times of all workers: what is waiting and what is the link, and what a checkpoint keeps."""
+
+import numpy as np
+
+import gasloc_jax
+from training._pace import ADAPT_EVERY, Pace
+from training.config import OuterConfig
+
+ROUNDS = list(range(ADAPT_EVERY))
+OUTER = OuterConfig(name="gasloc", local_steps=4, adapt=True, fewest_steps=1)
+
+
+def make_pace(workers=4, topology=None):
+    return Pace(OUTER, (topology or gasloc_jax.random_pairs()).build(workers))
+
+
+def seconds(pace, step_secs, link_secs, counts):
+    """What all would measure, (W, rounds, 2): whoever comes first waits for its partner, and then both pay the link."""
+    found = np.zeros((len(step_secs), len(ROUNDS), 2), np.float32)
+    arrived = np.array(step_secs) * counts
+    for i, number in enumerate(ROUNDS):
+        pair = pace._pool.matrix(number) != 0
+        last = np.where(pair, arrived, 0).max(axis=1)
+        link = np.where(pair, link_secs, 0).max(axis=1)
+        found[:, i] = np.stack([step_secs, last - arrived + link], axis=1)
+    return found
+
+
+def test_slow_worker_takes_fewer_steps_though_others_wait_for_it():
+    """With two workers the fast one waits in every round: taken for its link, that time would keep the slow one at 4."""
+    pace = make_pace(2)
+    measured = seconds(pace, [0.1, 0.2], [0.01, 0.01], pace.local_steps)
+    assert measured[0, :, 1].min() > 0.4
+    assert pace.choose(ROUNDS, measured) == "local steps of the workers: [4, 4] -> [4, 2]"
+    assert pace.choose(ROUNDS, seconds(pace, [0.1, 0.2], [0.01, 0.01], pace.local_steps)) is None
+
+
+def test_slow_link_costs_the_worker_that_has_it():
+    """Partners of the slow link wait too, but not in every round."""
+    pace = make_pace()
+    measured = seconds(pace, [0.1] * 4, [0.01, 0.01, 0.01, 0.25], pace.local_steps)
+    links = pace.link_secs(ROUNDS, measured[:, :, 1])
+    np.testing.assert_allclose(links, [0.01, 0.01, 0.01, 0.25], rtol=1e-5)
+    pace.choose(ROUNDS, measured)
+    assert pace.local_steps == [4, 4, 4, 1]
+
+
+def test_times_since_the_last_choice_go_through_a_checkpoint():
+    """Saved after three timed rounds of five: the resumed run chooses two rounds later, from all five."""
+    pace, resumed = make_pace(), make_pace()
+    counts = pace.local_steps
+    for number in range(4):  # the first one compiles
+        assert pace.add(number, counts, 0.4, 0.1 + number) is None
+    resumed.set_state(pace.get_state())
+    assert resumed.get_state() == pace.get_state() and len(pace.get_state()["timed_rounds"]) == 3
+    assert resumed.line() == {} and pace.line()["exchange_secs"] == [np.float32(3.1)] * 4
+    for number in range(4, 7):
+        resumed.add(number, counts, 0.8, 2.0)
+    assert resumed.get_state()["target_secs"] == np.float32(0.4) + np.float32(1.1)
+    assert resumed.get_state()["timed_rounds"] == []

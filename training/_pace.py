@@ -1,0 +1,118 @@
+"""How fast the workers are, as each process measures it, and how many local steps follow from that.
+
+An exchange ends for two peers at the same time, so the one that came last did not wait: of the times that neighbours of a
+round's graph measured, the least is that of the link, and what is above it was waiting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+import gasloc_jax
+from training._outer_section import OuterConfig
+
+ADAPT_EVERY = 5  # rounds between two choices: each is a gather of 40 bytes a process, for which all wait
+
+
+class Pace:
+    """Times of the rounds and the local steps of every worker; workers of one process share its times."""
+
+    def __init__(self, outer: OuterConfig, pool: gasloc_jax.Pool):
+        self._outer, self._pool, self._workers = outer, pool, pool.num_workers
+        given = outer.local_steps
+        self.local_steps = [given] * self._workers if isinstance(given, int) else list(given)
+        self._target_secs: float | None = None
+        self._last: tuple[float, float] | None = None
+        self._rounds = 0
+        # Since the last choice, (round, a step's seconds, an exchange's seconds): this process's.
+        self._mine: list[tuple[int, float, float]] = []
+
+    @property
+    def own_workers(self) -> slice:
+        """Those whose devices this process has."""
+        here = self._workers // jax.process_count()
+        return slice(jax.process_index() * here, (jax.process_index() + 1) * here)
+
+    def add(self, round: int, counts: list[int], local_secs: float, exchange_secs: float) -> str | None:
+        """Takes the times of round number `round`, in which worker n took counts[n] steps.
+
+        With outer.adapt this chooses new local steps now and then, and returns a line that says so. Every process calls it
+        after every round.
+        """
+        self._rounds += 1
+        if self._rounds == 1:  # compilation
+            return None
+        self._last = (local_secs, exchange_secs)
+        if not self._outer.adapt:
+            return None
+        # The process is done when the worker with the most steps is.
+        self._mine.append((round, local_secs / max(counts[self.own_workers]), exchange_secs))
+        if len(self._mine) < ADAPT_EVERY:
+            return None
+        rounds, mine = [number for number, _, _ in self._mine], self._mine
+        self._mine = []
+        return self.choose(rounds, self._gathered(np.array([times[1:] for times in mine], np.float32)))
+
+    def line(self) -> dict[str, Any]:
+        """Of the last round, lists with one number for each worker; {} where none was timed.
+
+        Communicates 8 bytes a process, so every process calls it after the same round. The times of a process's first
+        round are left out: they are the compiler's.
+        """
+        if self._last is None:
+            return {}
+        local, exchange = self._gathered(np.array(self._last, np.float32)).T.tolist()
+        return {"local_secs": local, "exchange_secs": exchange}
+
+    def choose(self, rounds: list[int], secs: np.ndarray) -> str | None:
+        """New local steps from secs (W, rounds, 2), of a step and of an exchange; a line where they change."""
+        outer, steps = self._outer, np.median(secs[:, :, 0], axis=1).tolist()
+        exchanges = self.link_secs(rounds, secs[:, :, 1]).tolist()
+        adapt = gasloc_jax.AdaptiveLocalSteps(outer.steps_per_round, outer.fewest_steps, outer.most)
+        if self._target_secs is None:
+            self._target_secs = adapt.common_target(steps, exchanges)
+        before = self.local_steps
+        self.local_steps = [
+            adapt.choose(now, [step], [exchange], self._target_secs)
+            for now, step, exchange in zip(before, steps, exchanges, strict=True)
+        ]
+        if self.local_steps != before:
+            return f"local steps of the workers: {before} -> {self.local_steps}"
+        return None
+
+    def link_secs(self, rounds: list[int], exchange_secs: np.ndarray) -> np.ndarray:
+        """Seconds of each worker's exchange without waiting, (W,), from what all measured, (W, rounds)."""
+        found = []
+        for number, secs in zip(rounds, exchange_secs.T, strict=True):
+            matrix = self._pool.matrix(number)
+            near = (matrix != 0) | (matrix.T != 0) | np.eye(self._workers, dtype=bool)
+            found.append(np.where(near, secs, np.inf).min(axis=1))
+        return np.min(found, axis=0)
+
+    def get_state(self) -> dict[str, Any]:
+        """Communicates up to 40 bytes a process with outer.adapt; every process calls it after the same round."""
+        times = np.array([times[1:] for times in self._mine], np.float32).reshape(-1, 2)
+        return {
+            "local_steps": list(self.local_steps),
+            "target_secs": self._target_secs,
+            "timed_rounds": [number for number, _, _ in self._mine],
+            "secs": self._gathered(times).tolist(),  # (W, rounds, 2)
+        }
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        self.local_steps = list(state["local_steps"])
+        self._target_secs = state["target_secs"]
+        mine = state["secs"][self.own_workers.start]
+        self._mine = [(number, *times) for number, times in zip(state["timed_rounds"], mine, strict=True)]
+
+    def _gathered(self, mine: np.ndarray) -> np.ndarray:
+        """(W, *shape): for each worker what its process measured."""
+        if not mine.size:
+            return np.zeros((self._workers, *mine.shape), mine.dtype)
+        found = np.asarray(multihost_utils.process_allgather(mine)).reshape(-1, *mine.shape)
+        return np.repeat(found, self._workers // len(found), axis=0)
