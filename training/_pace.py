@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
@@ -20,10 +19,10 @@ ADAPT_EVERY = 5  # rounds between two choices: each is a gather of 40 bytes a pr
 
 
 class Pace:
-    """Times of the rounds and the local steps of every worker; workers of one process share its times."""
+    """Times of the rounds and the local steps of every worker; workers of one process, `own_workers`, share its times."""
 
-    def __init__(self, outer: OuterConfig, pool: gasloc_jax.Pool):
-        self._outer, self._pool, self._workers = outer, pool, pool.num_workers
+    def __init__(self, outer: OuterConfig, pool: gasloc_jax.Pool, own_workers: slice):
+        self._outer, self._pool, self._workers, self._own = outer, pool, pool.num_workers, own_workers
         given = outer.local_steps
         self.local_steps = [given] * self._workers if isinstance(given, int) else list(given)
         self._target_secs: float | None = None
@@ -31,12 +30,6 @@ class Pace:
         self._rounds = 0
         # Since the last choice, (round, a step's seconds, an exchange's seconds): this process's.
         self._mine: list[tuple[int, float, float]] = []
-
-    @property
-    def own_workers(self) -> slice:
-        """Those whose devices this process has."""
-        here = self._workers // jax.process_count()
-        return slice(jax.process_index() * here, (jax.process_index() + 1) * here)
 
     def add(self, round: int, counts: list[int], local_secs: float, exchange_secs: float) -> str | None:
         """Takes the times of round number `round`, in which worker n took counts[n] steps.
@@ -51,7 +44,7 @@ class Pace:
         if not self._outer.adapt:
             return None
         # The process is done when the worker with the most steps is.
-        self._mine.append((round, local_secs / max(counts[self.own_workers]), exchange_secs))
+        self._mine.append((round, local_secs / max(counts[self._own]), exchange_secs))
         if len(self._mine) < ADAPT_EVERY:
             return None
         rounds, mine = [number for number, _, _ in self._mine], self._mine
@@ -107,7 +100,7 @@ class Pace:
     def set_state(self, state: Mapping[str, Any]) -> None:
         self.local_steps = list(state["local_steps"])
         self._target_secs = state["target_secs"]
-        mine = state["secs"][self.own_workers.start]
+        mine = state["secs"][self._own.start]
         self._mine = [(number, *times) for number, times in zip(state["timed_rounds"], mine, strict=True)]
 
     def _gathered(self, mine: np.ndarray) -> np.ndarray:

@@ -39,7 +39,9 @@ class Rounds:
         self._config, self._outer, self._round = config, config.outer, setup.step
         self._model, self._params = setup.model, models.abstract_params(setup.model)
         self._workers = config.mesh.worker
-        self._pace = Pace(self._outer, self._round.worker.outer.pool(self._workers))
+        self._here = self._workers // jax.process_count()
+        own = slice(jax.process_index() * self._here, (jax.process_index() + 1) * self._here)
+        self._pace = Pace(self._outer, self._round.worker.outer.pool(self._workers), own)
         self._tx = setup.tx
         self._island_bytes = 0.0
         self._left_out = 0
@@ -89,7 +91,7 @@ class Rounds:
         taken, most = max(self._counts), self._outer.most
         read = [next(loader) for _ in range(taken)]
         rows = len(read[0]["tokens"])
-        here = self._workers // jax.process_count()
+        here = self._here
         self._left_out += (self._workers * taken - sum(self._counts)) * (rows // here)
         sharding = self._round.batch_sharding
         placed = {}

@@ -10,8 +10,8 @@ ROUNDS = list(range(ADAPT_EVERY))
 OUTER = OuterConfig(name="gasloc", local_steps=4, adapt=True, fewest_steps=1)
 
 
-def make_pace(workers=4, topology=None):
-    return Pace(OUTER, (topology or gasloc_jax.random_pairs()).build(workers))
+def make_pace(workers=4, own=slice(0, 1)):
+    return Pace(OUTER, gasloc_jax.random_pairs().build(workers), own)
 
 
 def seconds(pace, step_secs, link_secs, counts):
@@ -43,6 +43,14 @@ def test_slow_link_costs_the_worker_that_has_it():
     np.testing.assert_allclose(links, [0.01, 0.01, 0.01, 0.25], rtol=1e-5)
     pace.choose(ROUNDS, measured)
     assert pace.local_steps == [4, 4, 4, 1]
+
+
+def test_step_s_time_is_that_of_the_process_s_own_workers():
+    """Its two workers took 2 steps and 1 while others took 4; by all workers' most its steps would look twice as fast."""
+    pace = make_pace(own=slice(2, 4))
+    for number in range(2):
+        pace.add(number, [4, 4, 2, 1], 0.5, 0.1)
+    assert pace.get_state()["secs"][2] == [[0.25, np.float32(0.1)]]
 
 
 def test_times_since_the_last_choice_go_through_a_checkpoint():
