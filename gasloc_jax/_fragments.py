@@ -2,7 +2,7 @@
 
 Source: streaming DiLoCo (arXiv 2501.18512). A fragment has the same shapes whatever its number, so that one program
 serves all: of a leaf whose first axis is the layers, fragment f takes layers f, f + F, ..; of any other, rows that lie
-together. Where the rows do not divide, the last fragments repeat a row, which is sent and then dropped.
+together. Where the rows do not divide, the last fragments hold rows of others too, which are sent and then dropped.
 """
 
 import dataclasses
@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from gasloc_jax._checks import check_whole_number, path_name
 
@@ -58,35 +59,48 @@ class Fragments:
         """Fragment `number` (int32 (), traced) of a tree like the parameters."""
         if self.count == 1:
             return tree
-        take = lambda leaf, rows: jnp.take(_rows(leaf), rows, axis=0, mode="clip")  # noqa: E731
-        return self._map(take, tree, number)
+
+        def one(path, leaf):
+            runs = self._runs(path, leaf, number)
+            return jnp.concatenate([_run(_rows(leaf), start, length) for start, _, length in runs])
+
+        return jax.tree_util.tree_map_with_path(one, tree)
 
     def put(self, tree: Any, fragment: Any, number: jax.Array) -> Any:
         """`tree` with its fragment `number` replaced."""
         if self.count == 1:
             return fragment
 
-        def put(leaf, rows, new):
-            # Repeated rows lie past the end, where "drop" leaves them.
-            target = _rows(leaf).at[rows]
-            whole = target.set(
-                new.astype(leaf.dtype), mode="drop", unique_indices=True, indices_are_sorted=True
-            )
+        def one(path, leaf, new):
+            whole, at = _rows(leaf), 0
+            for start, first, length in self._runs(path, leaf, number):
+                part = new[at : at + length].astype(leaf.dtype)
+                if whole.shape[0] % self.count:
+                    rows = start + jnp.arange(length)
+                    own = (rows >= first).reshape(-1, *[1] * (whole.ndim - 1))
+                    part = jnp.where(own, part, _run(whole, start, length))
+                whole, at = lax.dynamic_update_slice_in_dim(whole, part, start, 0), at + length
             return whole.reshape(leaf.shape)
 
-        return self._map(put, tree, number, fragment)
+        return jax.tree_util.tree_map_with_path(one, tree, fragment)
 
-    def _map(self, fn: Callable, tree: Any, number: jax.Array, *rest: Any) -> Any:
-        def one(path, leaf, *others):
-            size = _rows(leaf).shape[0]
-            share = -(-size // self.count)
-            if self.stacked(path_name(path)) and leaf.ndim:
-                rows = number + self.count * jnp.arange(share)
-            else:
-                rows = number * share + jnp.arange(share)
-            return fn(leaf, rows, *others)
+    def _runs(self, path: Any, leaf: Any, number: jax.Array) -> list[tuple[jax.Array, jax.Array, int]]:
+        """Runs of rows that lie together: (where it starts, the first row of it that is this fragment's, its length).
 
-        return jax.tree_util.tree_map_with_path(one, tree, *rest)
+        Slices, since XLA on CPU gathers and scatters entry by entry. One that would end past the leaf starts earlier, at
+        rows that are another fragment's.
+        """
+        size = _rows(leaf).shape[0]
+        share = -(-size // self.count)
+        if self.stacked(path_name(path)) and leaf.ndim:
+            wanted, length = [number + self.count * j for j in range(share)], 1
+        else:
+            wanted, length = [number * share], share
+        return [(jnp.minimum(first, size - length), first, length) for first in wanted]
+
+
+def _run(rows: jax.Array, start: jax.Array, length: int) -> jax.Array:
+    return lax.dynamic_slice_in_dim(rows, start, length, 0)
 
 
 def _rows(leaf: jax.Array) -> jax.Array:

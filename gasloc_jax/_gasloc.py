@@ -17,7 +17,7 @@ import optax
 
 from gasloc_jax._checks import check_floating, check_momentum, check_one_of, check_rate
 from gasloc_jax._mix import Mixer
-from gasloc_jax._outer import OuterOptimizer, finite_delta, like
+from gasloc_jax._outer import OuterOptimizer, finite_delta, finite_proposal, like, once_on_cpu
 from gasloc_jax._payload import make_payload
 from gasloc_jax._topology import Topology, random_pairs
 
@@ -94,7 +94,8 @@ def gasloc(
 
     Returns:
       An optax transformation. `init` and `update` run inside shard_map when axis_name is given; `make_round` does that.
-      `update` takes `round=` (int32 ()) in place of its own count to choose the graph.
+      `update` takes `round=` (int32 ()) in place of its own count to choose the graph, and `proposal=`, theta_{t,H} in
+      place of theta_t - Delta, from who has it at hand.
 
     Raises:
       ValueError: a setting is outside its range. TypeError: a leaf is not floating-point.
@@ -126,15 +127,15 @@ def gasloc(
         zero = jnp.zeros((), jnp.int32)
         return GaslocState(zero, chain.init(params), mixer.init(params), zero.copy())
 
-    def update(updates, state, params=None, *, round=None, nonfinite=None, **extra_args):
+    def update(updates, state, params=None, *, round=None, nonfinite=None, proposal=None, **extra_args):
         delta, bad, anchor = finite_delta(updates, params, nonfinite)
         pool, residual = mixer.pool(), state.residual
         if pool.num_workers == 1 or pool.all_reduce:
             gradient, residual = mixer.mean(delta, residual)
         else:
-            proposal = jax.tree.map(jnp.subtract, anchor, delta)
+            proposal = finite_proposal(proposal, bad, anchor, delta)
             mixed, residual = mixer.mix(proposal, residual, state.round if round is None else round)
-            gradient = jax.tree.map(jnp.subtract, anchor, mixed)
+            gradient = once_on_cpu(jax.tree.map(jnp.subtract, anchor, mixed))
         new_updates, outer_state = chain.update(like(updates, gradient), state.outer, params, **extra_args)
         return new_updates, GaslocState(
             optax.safe_increment(state.round), outer_state, residual, state.skipped + bad

@@ -6,9 +6,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
 
 from gasloc_jax._graphs import Pool
 from gasloc_jax._mix import Mixer, piece_sizes
+from pallas_kernels.compact.reference import materialize
 
 # For optax.inject_hyperparams with any factory here: what is not a number that may change while training.
 STATIC_ARGS = ("axis_name", "payload_dtype", "payload_block_size", "island_axis")
@@ -21,11 +23,13 @@ class OuterOptimizer(optax.GradientTransformationExtraArgs):
       mixer: what it exchanges with.
       trees_sent: payloads of the size of the parameters in a message.
       local_steps: the number of local steps that the method is defined for; None: any.
+      recursion: (carried, mixed) of `Pool.growth` where the method may disagree more and more; None: it is not known.
     """
 
     mixer: Mixer
     trees_sent: int = 1
     local_steps: int | None = None
+    recursion: tuple[Any, Any] | None = None
 
     @classmethod
     def made(cls, init: Callable, update: Callable, mixer: Mixer, **attributes: Any) -> "OuterOptimizer":
@@ -52,13 +56,18 @@ class OuterOptimizer(optax.GradientTransformationExtraArgs):
         pool, sizes = self.pool(num_workers), piece_sizes((params,) * self.trees_sent)
         return sum(pool.bytes_per_round(size, self.mixer.payload, self.mixer.averages) for size in sizes)
 
+    def growth(self, num_workers: int) -> float | None:
+        """By what factor the squared disagreement of W workers changes a round (`Pool.growth`); None: it is not known."""
+        return None if self.recursion is None else self.pool(num_workers).growth(*self.recursion)
+
     def describe(self, params: Any, num_workers: int) -> str:
         """One line for the start of a run: topology, spectral gap, rounds to halve disagreement, bytes."""
-        pool = self.pool(num_workers)
+        pool, growth = self.pool(num_workers), self.growth(num_workers)
+        with_momentum = "" if growth is None else f" (squared, with this momentum: times {growth:.3f} a round)"
         return (
             f"{pool.name}, {num_workers} workers: expected spectral gap {pool.expected_gap():.3f}, disagreement halves "
-            f"in {pool.rounds_to_halve():.1f} rounds, {self.bytes_per_round(params, num_workers):,} bytes sent by a "
-            "worker in a round"
+            f"in {pool.rounds_to_halve():.1f} rounds{with_momentum}, {self.bytes_per_round(params, num_workers):,} bytes "
+            "sent by a worker in a round"
         )
 
 
@@ -81,6 +90,20 @@ def finite_delta(updates: Any, params: Any, nonfinite: jax.Array | None) -> tupl
     bad = any_nonfinite(updates) if nonfinite is None else jnp.asarray(nonfinite).astype(jnp.int32)
     delta = jax.tree.map(lambda d: jnp.where(bad == 0, d.astype(jnp.float32), 0.0), updates)
     return delta, bad, jax.tree.map(lambda p: p.astype(jnp.float32), params)
+
+
+def finite_proposal(proposal: Any, bad: jax.Array, anchor: Any, delta: Any) -> Any:
+    """y = theta_t - delta in float32. Who has it already, as a round does, spares a pass and two roundings by giving it."""
+    if proposal is None:
+        return jax.tree.map(jnp.subtract, anchor, delta)
+    return jax.tree.map(lambda y, a: jnp.where(bad == 0, y.astype(jnp.float32), a), proposal, anchor)
+
+
+def once_on_cpu(tree: Any) -> Any:
+    """The same arrays. XLA on CPU, which makes a loop for each result, would mix once for the updates and again for the
+    momentum, and keep copies of what either overwrites; on GPU one kernel has both results.
+    """
+    return lax.platform_dependent(tree, cpu=materialize, default=lambda x: x)
 
 
 def like(updates: Any, tree: Any) -> Any:

@@ -15,7 +15,7 @@ from jax import lax
 from gasloc_jax._checks import path_name
 from gasloc_jax._fragments import Fragments
 from gasloc_jax._local_step import LocalStep
-from gasloc_jax._outer import any_nonfinite
+from gasloc_jax._outer import OuterOptimizer, any_nonfinite, once_on_cpu
 
 
 class RoundState(NamedTuple):
@@ -129,13 +129,18 @@ class WorkerRound:
         number = self._fragment(state)
         sent = self.fragments.take(state.params, number)
         anchor = self.fragments.take(state.anchor, number)
+        outer = self._outer_of(state.outer, number)
+        if self.fragments.count > 1:
+            # Read before anything is written back, which then needs no copy of the whole.
+            sent, anchor, outer = once_on_cpu((sent, anchor, outer))
         # Non-finite parameters were dropped by the local half.
         updates, outer = self.outer.update(
             jax.tree.map(jnp.subtract, anchor, sent),
-            self._outer_of(state.outer, number),
+            outer,
             anchor,
             round=state.round,
             nonfinite=jnp.zeros((), jnp.int32),
+            **({"proposal": sent} if isinstance(self.outer, OuterOptimizer) else {}),
         )
         new = optax.apply_updates(anchor, updates)
         state = state._replace(outer=self._put_outer(state.outer, outer, number))
