@@ -1,12 +1,13 @@
 """GASLoC against its alternatives: the same model, data, tokens and inner AdamW, other rules of meeting.
 
-    JAX_PLATFORMS=cpu python scripts/bench_gossip.py --out docs/results/gossip
+    JAX_PLATFORMS=cpu python scripts/bench_gossip.py --repeats 3 --out docs/results/gossip
     JAX_PLATFORMS=cpu python scripts/bench_gossip.py --steps 60 --points diloco:10 gasloc_1peer:10 --out runs/gossip
 
 A point is METHOD:H, H local steps between two exchanges. Every point trains a byte-level Llama of 0.1 M parameters on the
 standard library's sources from the same seed; row block n of a global batch is worker n's, whatever the method. Writes
-gossip.md (table), gossip.json and gossip.png. Finished points are kept in gossip.json, so an interrupted bench goes on
-where it was. Goals: GASLoC within 0.02 nats of DiLoCo with one peer, within 0.01 with two, and ahead of Local-DAdam.
+gossip.md (table), gossip.json and gossip.png. What is finished is kept in gossip.json, so an interrupted bench goes on
+where it was, and more points or repeats can be added. Goals: GASLoC within 0.02 nats of DiLoCo with one peer, within 0.01
+with two, and ahead of Local-DAdam.
 """
 
 import dataclasses
@@ -45,7 +46,7 @@ EVAL_ROWS = 32  # sequences of an evaluation batch
 class Task:
     """What is the same for all points of a bench or sweep."""
 
-    steps: int = 900
+    steps: int = 3000
     """Inner steps of every worker; a multiple of every H."""
     global_batch: int = 16
     """Sequences of an inner step, all workers together."""
@@ -178,7 +179,7 @@ METHODS: dict[str, Callable[[int], gasloc_jax.OuterOptimizer]] = {
     "noloco": lambda seed: gasloc_jax.noloco(topology=gasloc_jax.random_pairs(seed), axis_name="worker"),
 }
 GOALS = {"gasloc_1peer": 0.02, "gasloc_2peer": 0.01}  # nats above DiLoCo
-POINTS = ("ddp_adamw:1", "dadam:1") + tuple(f"{m}:{h}" for h in (10, 30) for m in list(METHODS)[2:])
+POINTS = ("ddp_adamw:1", "dadam:1") + tuple(f"{m}:{h}" for h in (10, 30, 1) for m in list(METHODS)[2:])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -191,6 +192,8 @@ class Settings(Task):
     """What to run, METHOD:H; the table also shows what the folder holds already."""
     workers: int = 8
     """Virtual workers."""
+    repeats: int = 1
+    """Runs of each point, with the seeds seed, seed + 1, ..."""
 
 
 def parse(point: str) -> tuple[str, int]:
@@ -217,43 +220,60 @@ def finished(path: pathlib.Path, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def table(settings: Settings, points: dict[str, Any]) -> str:
-    """The results as Markdown, and which goals they meet."""
-    size = next(iter(points.values()))["parameters"]
+    """The results as Markdown, means over seeds, and which goals they meet."""
+    first = next(iter(points.values()))
     lines = [
-        f"{size:,} parameters, {settings.workers} workers, {settings.steps} inner steps of "
-        f"{settings.global_batch * settings.length:,} bytes of text, inner AdamW with peak learning rate "
-        f"{settings.learning_rate:g}, seed {settings.seed}. Losses in nats per byte on the same held-out text; Python "
-        f"{platform.python_version()}, JAX {jax.__version__}.\n",
+        f"{next(iter(first.values()))['parameters']:,} parameters, {settings.workers} workers, {settings.steps} inner "
+        f"steps of {settings.global_batch * settings.length:,} bytes of text, inner AdamW with peak learning rate "
+        f"{settings.learning_rate:g}. Losses in nats per byte on the same held-out text, means over seeds; what follows "
+        f'"to" is the mean difference of runs with the same seed and its range. Python {platform.python_version()}, '
+        f"JAX {jax.__version__}.\n",
         f"    python scripts/bench_gossip.py {' '.join(sys.argv[1:])}\n",
-        "| method | H | mean model | to DiLoCo | best worker | worst worker | consensus | bytes per worker and step |",
-        "|---|---|---|---|---|---|---|---|",
+        "| method | H | seeds | mean model | to DiLoCo | best worker | worst worker | consensus | bytes per step |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     goals = []
-    for point, r in points.items():
+    for point, runs in points.items():
         method, steps = parse(point)
         gaps = {}
         for other in ("diloco", "local_dadam"):
-            if f"{other}:{steps}" in points:
-                gaps[other] = r["loss"] - points[f"{other}:{steps}"]["loss"]
-        gap = f"{gaps['diloco']:+.4f}" if "diloco" in gaps else ""
+            theirs = points.get(f"{other}:{steps}", {})
+            found = [r["loss"] - theirs[seed]["loss"] for seed, r in runs.items() if seed in theirs]
+            if found:
+                gaps[other] = np.array(found)
+        mean = {
+            name: np.mean([r[name] for r in runs.values()])
+            for name in next(iter(runs.values()))
+            if name != "curve"
+        }
         lines.append(
-            f"| {method} | {steps} | {r['loss']:.4f} | {gap} | {r['best_worker']:.4f} | {r['worst_worker']:.4f} "
-            f"| {r['consensus_distance']:.3f} | {r['bytes_per_step']:,.0f} |"
+            f"| {method} | {steps} | {len(runs)} | {mean['loss']:.4f} | {_spread(gaps.get('diloco'))} "
+            f"| {mean['best_worker']:.4f} | {mean['worst_worker']:.4f} | {mean['consensus_distance']:.3f} "
+            f"| {mean['bytes_per_step']:,.0f} |"
         )
-        for other in gaps if method in GOALS else ():
+        for other, gap in gaps.items() if method in GOALS else ():
             limit = GOALS[method] if other == "diloco" else 0.0
-            met = "met" if gaps[other] <= limit else "not met"
-            goals.append(f"- {method}:{steps}, {gaps[other]:+.4f} to {other}; goal {limit:+.2f}: {met}.")
+            met = "met" if gap.mean() <= limit else "not met"
+            goals.append(f"- {method}:{steps}, {_spread(gap)} to {other}; goal {limit:+.2f}: {met}.")
     return "\n".join([*lines, "", *goals]) + "\n"
 
 
+def _spread(values: np.ndarray | None) -> str:
+    """Mean and range."""
+    if values is None:
+        return ""
+    around = f" ({values.min():+.4f} .. {values.max():+.4f})" if len(values) > 1 else ""
+    return f"{values.mean():+.4f}{around}"
+
+
 def picture(points: dict[str, Any]) -> Figure:
-    """Loss of the mean model over inner steps, and over the bytes that a worker sent."""
+    """Loss of the mean model over inner steps, and over the bytes that a worker sent; the first seed of each point."""
     drawing = Figure(figsize=(13, 5.6), layout="constrained")
     by_step, by_bytes = drawing.subplots(1, 2, sharey=True)
     dashes = {1: ":", 10: "-", 30: "--"}
-    for point, r in points.items():
+    for point, runs in points.items():
         method, steps = parse(point)
+        r = next(iter(runs.values()))
         style: dict[str, Any] = {"color": f"C{list(METHODS).index(method)}", "ls": dashes.get(steps, "-.")}
         at, loss, _ = np.array(r["curve"][1:]).T
         by_step.plot(at, loss, label=point, **style)
@@ -271,23 +291,32 @@ def main(settings: Settings) -> None:
     wanted = [parse(point) for point in settings.points]
     for _, steps in wanted:
         settings.check_fits(steps, settings.workers)
-    if settings.workers < 2:
-        raise SystemExit(f"workers must be at least 2, got {settings.workers}. One worker meets nobody.")
+    if settings.workers < 2 or settings.repeats < 1:
+        raise SystemExit(
+            f"workers must be at least 2 and repeats at least 1, got {settings.workers} and {settings.repeats}. One worker "
+            "meets nobody."
+        )
     prepare_devices(settings.workers)
     settings.out.mkdir(parents=True, exist_ok=True)
     path, console = settings.out / "gossip.json", Console()
-    plain = {k: v for k, v in dataclasses.asdict(settings).items() if k not in ("out", "points")}
+    given = dataclasses.asdict(settings)
+    plain = {name: value for name, value in given.items() if name not in ("out", "points", "repeats")}
     points = finished(path, plain)
-    for point, (method, steps) in zip(settings.points, wanted, strict=True):
-        if point in points:
-            console.print(f"{point}: done before")
-            continue
-        outer, every_step = METHODS[method](settings.seed), method == "ddp_adamw"
-        result = train_point(settings, outer, steps, settings.workers, average_gradients=every_step)
-        points = dict(sorted((points | {point: result}).items(), key=lambda item: parse(item[0])[::-1]))
-        with replace_atomically(path) as file:
-            file.write(json.dumps({"settings": plain, "points": points}, indent=1).encode() + b"\n")
-        console.print(f"{point}: {result['loss']:.4f}, {result['secs']:.0f} s")
+    for seed in range(settings.seed, settings.seed + settings.repeats):
+        for point, (method, steps) in zip(settings.points, wanted, strict=True):
+            if str(seed) in points.get(point, {}):
+                console.print(f"{point}, seed {seed}: done before")
+                continue
+            task = dataclasses.replace(settings, seed=seed)
+            every_step = method == "ddp_adamw"
+            result = train_point(
+                task, METHODS[method](seed), steps, settings.workers, average_gradients=every_step
+            )
+            points.setdefault(point, {})[str(seed)] = result
+            points = dict(sorted(points.items(), key=lambda item: parse(item[0])[::-1]))
+            with replace_atomically(path) as file:
+                file.write(json.dumps({"settings": plain, "points": points}, indent=1).encode() + b"\n")
+            console.print(f"{point}, seed {seed}: {result['loss']:.4f}, {result['secs']:.0f} s")
     text = table(settings, points)
     (settings.out / "gossip.md").write_text(f"# Gossip\n\n{text}")
     picture(points).savefig(settings.out / "gossip.png", dpi=110)

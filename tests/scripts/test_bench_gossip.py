@@ -58,16 +58,20 @@ def test_table_picture_and_going_on(source, tmp_path, capsys):
     """A point that was finished is kept as it is, a later one joins it, another task is refused."""
     bench.main(settings(source, tmp_path, "diloco:2"))
     before = held(tmp_path)
-    bench.main(settings(source, tmp_path, "diloco:2", "gasloc_1peer:2"))
-    assert "diloco:2: done before" in capsys.readouterr().out
+    bench.main(settings(source, tmp_path, "diloco:2", "gasloc_1peer:2", repeats=2))
+    assert "diloco:2, seed 0: done before" in capsys.readouterr().out
     points = held(tmp_path)
-    assert list(points) == ["diloco:2", "gasloc_1peer:2"] and points["diloco:2"] == before["diloco:2"]
-    assert [row[0] for row in points["diloco:2"]["curve"]] == [0, 2, 4]
-    # Two workers in one pair average in every round, which is what DiLoCo does.
-    assert_close(points["gasloc_1peer:2"]["loss"], points["diloco:2"]["loss"], "model")
+    assert (
+        list(points) == ["diloco:2", "gasloc_1peer:2"] and points["diloco:2"]["0"] == before["diloco:2"]["0"]
+    )
+    assert [row[0] for row in points["diloco:2"]["0"]["curve"]] == [0, 2, 4]
+    for seed in ("0", "1"):
+        # Two workers in one pair average in every round, which is what DiLoCo does.
+        assert_close(points["gasloc_1peer:2"][seed]["loss"], points["diloco:2"][seed]["loss"], "model")
+    assert points["diloco:2"]["0"]["loss"] != points["diloco:2"]["1"]["loss"]
     assert (tmp_path / "gossip.png").stat().st_size > 10_000
     text = (tmp_path / "gossip.md").read_text()
-    assert "| gasloc_1peer | 2 |" in text and "gasloc_1peer:2, " in text
+    assert "| gasloc_1peer | 2 | 2 |" in text and "gasloc_1peer:2, " in text
 
     with pytest.raises(SystemExit, match=r"another task: seed was 0, is 1\. Use another --out"):
         bench.main(settings(source, tmp_path, "diloco:2", seed=1))
