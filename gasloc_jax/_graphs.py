@@ -138,6 +138,44 @@ class Pool:
         """
         return self._gap
 
+    def growth(self, carried: Any, mixed: Any) -> float:
+        """By what factor the squared disagreement changes a round in the long run, in expectation: at 1 or more it grows.
+
+        For rules that are linear where nobody drifts. A worker holds n numbers for each parameter, that parameter among
+        them, and s <- carried s + mixed (s - mix(s)) of which at least one column of `mixed` is not 0. With L = I - W, so
+        that s - mix(s) = L s, the second moments S (n, n) along an eigenvector of E[L] go on by
+
+            S <- C S C' + l1 (C S M' + M S C') + l2 M S M',    l1 = u' E[L] u,    l2 = u' E[L' L] u
+
+        and the largest eigenvalue of this n*n by n*n matrix is the factor. It is exact for random pairs, since all workers
+        are alike, and for one symmetric graph; an estimate where graphs are taken in turn or the pool of rings is small.
+
+        Args:
+          carried, mixed: C and M, float (n, n).
+
+        Returns:
+          0 for one worker, which has nobody to disagree with.
+
+        Example:
+          >>> import gasloc_jax
+          >>> pool = gasloc_jax.random_pairs().build(8)
+          >>> round(pool.growth([[1]], [[-1]]), 4), round(1 - pool.expected_gap(), 4)  # theta <- mix(theta)
+          (0.4286, 0.4286)
+        """
+        if self.num_workers == 1:
+            return 0.0
+        carried, mixed = np.asarray(carried, np.float64), np.asarray(mixed, np.float64)
+        ones = np.ones((self.num_workers, self.num_workers)) / self.num_workers
+        rests = [np.eye(self.num_workers) - graph.matrix() for graph in self.graphs]
+        first, second = sum(rests) / len(rests), sum(rest.T @ rest for rest in rests) / len(rests)
+        # L has the eigenvalue 0 for the mean over workers, which is no disagreement, and at most 2 else: 4 puts it last.
+        _, modes = np.linalg.eigh(0.5 * (first + first.T) + ones * 4.0)
+        modes = modes[:, :-1]
+        l1, l2 = (np.einsum("im,ij,jm->m", modes, x, modes)[:, None, None] for x in (first, second))
+        once = np.kron(carried, mixed) + np.kron(mixed, carried)
+        moments = np.kron(carried, carried) + l1 * once + l2 * np.kron(mixed, mixed)
+        return float(np.abs(np.linalg.eigvals(moments)).max())
+
     def rounds_to_halve(self) -> float:
         """Rounds until the workers' distance from their mean is halved by mixing alone, at least 1."""
         left = 1.0 - self._gap

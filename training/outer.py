@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -12,8 +13,11 @@ from jax.sharding import Mesh
 import gasloc_jax
 import models
 import scape_jax
-from training.config import Config
+from training._outer_section import WITHOUT_STEP
+from training.config import Config, update
 from training.mesh import AXIS_NAME, WORKER_AXIS
+
+_TENTHS = tuple(m / 10 for m in range(9, -1, -1))
 
 
 def make_outer(config: Config) -> gasloc_jax.OuterOptimizer:
@@ -78,6 +82,45 @@ def local_step(loss_fn: Any, tx: optax.GradientTransformation, accumulate: int) 
         return params, state, {**measured, "grad_norm": stats.grad_norm, "clip_factor": stats.clip_factor}
 
     return gasloc_jax.LocalStep(whole.init, step)
+
+
+def disagreement_growth(config: Config) -> float | None:
+    """By what factor the workers' squared disagreement changes in a round without drift (`gasloc_jax.Pool.growth`).
+
+    None where they take the mix as it is, which never makes it grow.
+    """
+    o, workers, momentum = config.outer, config.mesh.worker, _momentum(config)
+    if o.name in WITHOUT_STEP:
+        return None
+    outer = make_outer(config)
+    if o.name == "noloco":
+        return outer.growth(workers)
+    # Nesterov's (theta, t), from the pseudo-gradient g = theta - mix(theta) alone: t <- g + mu t, and
+    # theta <- theta - rate (g + mu t).
+    carried = [[1.0, -o.learning_rate * momentum**2], [0.0, momentum]]
+    return outer.pool(workers).growth(carried, [[-o.learning_rate * (1.0 + momentum), 0.0], [1.0, 0.0]])
+
+
+def growth_warning(config: Config) -> str | None:
+    """What to say where disagreement grows by itself.
+
+    A warning and no error: at a factor near 1 a short run ends before it matters, and drift is not in the calculation.
+    """
+    growth, o, momentum = disagreement_growth(config), config.outer, _momentum(config)
+    if growth is None or growth < 1.0:
+        return None
+    rounds = config.run.steps / (o.steps_per_round * o.fragments)  # in which a part of the model is exchanged
+    lower = next((m for m in _TENTHS if m < momentum and _growth_at(config, m) < 1.0), None)
+    advice = "Use a smaller outer.learning_rate" if lower is None else f"Use outer.momentum {lower}"
+    return (
+        f"the squared disagreement of the workers grows by a factor of {growth:.3f} a round, 10^"
+        f"{rounds * math.log10(growth):.1f} over the run, even where none of them drifts. {advice}, or a denser "
+        "outer.topology."
+    )
+
+
+def _growth_at(config: Config, momentum: float) -> float:
+    return disagreement_growth(update(config, {"outer.momentum": momentum})) or 0.0
 
 
 def _momentum(config: Config) -> float:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import models
 from training import preflight
 from training.evaluate import Evaluation
-from training.outer import make_outer
+from training.outer import growth_warning, make_outer
 from training.progress import amount
 
 _ROUNDS = ("local_steps", "local_secs", "exchange_secs", "sequences_left_out", "island_bytes_total")
@@ -68,6 +68,9 @@ def _rounds(setup: Setup, kind: str, optimizer: str) -> list[tuple[str, str]]:
         ("inner", f"{optimizer}, {sent} inside an island"),
         ("outer", f"{outer.name}, {whole}{adapted}; {make_outer(config).describe(params, workers)}"),
     ]
+    warning = growth_warning(config)
+    if warning:
+        rows.append(("WARNING", warning))
     if outer.fragments > 1:
         a_round = amount(setup.step.wire_bytes(params))
         rows.append(

@@ -5,6 +5,7 @@ Compiling is what takes time, so one run of three rounds serves most tests.
 
 import io
 import shutil
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -86,6 +87,12 @@ def test_start_names_the_graph_and_its_bytes(whole):
         "no exchange inside an island",
     ):
         assert words in told, words
+
+
+def test_start_warns_of_workers_that_drift_apart_by_themselves(corpus):
+    config = in_rounds(corpus, outer__name="noloco", outer__momentum=0.9)
+    told = startup_text(build(config), Path("run"), State(0, None, None, None, {}))
+    assert "WARNING    the squared disagreement of the workers grows by a factor of 1.035 a round" in told
 
 
 def test_what_is_measured(whole):
