@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import gasloc_jax
@@ -53,6 +54,7 @@ class Rounds:
         # On virtual CPU devices programs with collectives must not be in flight together: see gasloc_jax.Round.
         self._waits = setup.mesh.devices.flat[0].platform == "cpu"
         self.in_flight = 0 if self._waits or self._outer.measures else 2
+        self._telemetry: Any = None  # a program, once it is asked for
         self._figures = jax.jit(_figures, out_shardings=NamedSharding(setup.mesh, PartitionSpec()))
 
     @property
@@ -139,7 +141,15 @@ class Rounds:
         return Sent(self._round_bytes / self._outer.steps_per_round, self._dense_bytes, {})
 
     def telemetry(self, opt_state: Any) -> dict[str, Any]:
-        return {}
+        """Means over the islands of SCAPE's figures; of max_age the largest. A few scalars are communicated."""
+        if self._telemetry is None:
+            specs, whole = self._round.specs(opt_state).inner, PartitionSpec()
+            mapped = jax.shard_map(
+                _telemetry, mesh=self._round.mesh, in_specs=(specs,), out_specs=whole, check_vma=False
+            )
+            self._telemetry = jax.jit(mapped)
+        figures = self._telemetry(opt_state.inner)
+        return jax.block_until_ready(figures) if self._waits else figures
 
     def times(self) -> dict[str, Any]:
         return self._pace.line()
@@ -194,6 +204,13 @@ class Rounds:
 
 def _split(state: gasloc_jax.RoundState) -> tuple[Any, Any]:
     return state.params, state._replace(params=None)
+
+
+def _telemetry(inner: Any) -> dict[str, Any]:
+    """Of one device's inner state, which has an axis of workers."""
+    figures = scape_jax.telemetry(jax.tree.map(lambda x: x[0], inner), AXIS_NAME)
+    combine = lambda name: lax.pmax if name == "max_age" else lax.pmean  # noqa: E731
+    return {name: combine(name)(x, WORKER_AXIS) for name, x in figures.items()}
 
 
 def _figures(per_worker: dict, steps: Any, dropped: Any, skipped: Any) -> dict[str, Any]:

@@ -247,6 +247,36 @@ def test_scape_inside_islands(corpus, tmp_path):
     inner = [setup.tx.wire(models.abstract_params(setup.model), num_workers=2, step=s) for s in range(1, 5)]
     assert logged[-1]["island_bytes_total"] == sum(w.total_bytes for w in inner)
     assert outcome.summary["validation_loss"] < np.log(61)
+    expected = mask_figures(found.opt_state.inner)
+    assert expected["mask_overlap"] > 0.1
+    for name, value in expected.items():
+        assert logged[-1][name] == pytest.approx(value, rel=1e-5), name
+    assert "overlap of adjacent masks" in (tmp_path / "run" / "report.html").read_text()
+
+
+def mask_figures(inner):
+    """Means over islands by hand, bit by bit, from the saved state of two islands of two devices."""
+    bits = lambda words: np.unpackbits(np.asarray(words).view(np.uint8), bitorder="little")  # noqa: E731
+    h, mask, chosen = (optax.tree.get(inner, name) for name in ("h", "mask", "next_mask"))
+    leaves, treedef = jax.tree.flatten(h)
+    pairs = list(zip(leaves, treedef.flatten_up_to(mask), treedef.flatten_up_to(chosen), strict=True))
+    found = []
+    for island in range(2):
+        size = sent = residual = overlap = selected = 0
+        for x, last, coming in pairs:
+            each = np.asarray(x)[island].reshape(2, -1)
+            size += each.shape[1]
+            if last is None:
+                sent += each.shape[1]
+                continue
+            kept = bits(last[island])[: each.shape[1]].astype(bool)
+            both = np.concatenate([bits(own) for own in np.asarray(coming)[island]])[: kept.size]
+            sent += kept.sum()
+            residual += np.sum(each[:, ~kept].astype(np.float64) ** 2) / 2
+            overlap += np.sum(both[kept])
+            selected += both.sum()
+        found.append([sent / size, overlap / selected, np.sqrt(residual)])
+    return dict(zip(("density", "mask_overlap", "residual_norm"), np.mean(found, axis=0), strict=True))
 
 
 def test_micro_batches_have_the_gradient_of_the_whole_batch():
