@@ -4,9 +4,8 @@
     JAX_PLATFORMS=cpu python scripts/bench_round.py --million 1 --repeats 3 --methods diloco gasloc_1peer
 
 Methods take turns, and each figure is a ratio of neighbouring runs, so that a machine whose speed drifts does not change
-it. Beside the times: the bytes that a worker sends in a round, and how often the compiled exchange goes over the
-parameters (XLA's count of bytes accessed and its scratch memory, both in units of the parameters' bytes, on one device).
-Goals: a round with one peer takes no longer than one of DiLoCo; the outer state is read and written once.
+it. In one process a message is a copy and waits for all devices, so this is the time of the programs, not of a network.
+Goal: a round with one peer takes no longer than one of DiLoCo.
 """
 
 import dataclasses
