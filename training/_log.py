@@ -11,7 +11,7 @@ import collections
 import contextlib
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -33,8 +33,10 @@ class RunLog:
         schedule: Schedule,
         start_step: int = 0,
         in_flight: int = 2,  # enough to hide the host's work, few enough to stop quickly
+        collect: Callable[[list[dict[str, Any]]], list[dict[str, Any]]] = jax.device_get,
     ):
         self._writer, self._progress, self._most_in_flight = writer, progress, in_flight
+        self._collect = collect
         self._tokens_per_step, self._schedule = tokens_per_step, schedule
         self._in_flight: collections.deque[tuple[int, dict[str, Any]]] = collections.deque()
         self._window: list[dict[str, Any]] = []  # measurements of completed steps since the last line
@@ -91,7 +93,7 @@ class RunLog:
             self._write(step)
 
     def _write(self, step: int) -> None:
-        known, window = jax.device_get((self._due.pop(step), self._window))
+        known, window = jax.device_get(self._due.pop(step)), self._collect(self._window)
         self._window = []
         since = self._mark or self._start
         if since[0] == step:  # only the first step, compilation included

@@ -51,14 +51,14 @@ PANELS = (
     ),
     Panel(
         "seconds of each worker's local steps",
-        (("local_secs", "local steps"),),
+        (("local_secs", "seconds"),),
         "Time from one exchange to the next, one row for each worker: good is one colour in a column, for then all "
         "reach the exchange together. Workers of one process share a clock.",
         by_worker=True,
     ),
     Panel(
         "seconds of each worker's exchange",
-        (("exchange_secs", "exchange"),),
+        (("exchange_secs", "seconds"),),
         "Time in the exchange, one row for each worker, waiting for its peers included: good is far below the local "
         "steps; a fast worker that waits long should take more of them.",
         by_worker=True,

@@ -57,7 +57,12 @@ class Method(Protocol):
         """Says what the first of the `left` steps waits for."""
 
     def advance(self, params: Any, opt_state: Any, batch: Any, steps: int) -> tuple[Any, Any, dict[str, Any]]:
-        """Takes the steps; params and opt_state are donated. Measured: at least loss, skipped and tokens."""
+        """Takes the steps; params and opt_state are donated. The last is what was measured, in the method's own form."""
+
+    def collect(self, window: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """What these advances measured as numbers of the host, at least loss and skipped. All processes call it for the
+        same ones.
+        """
 
     def sent(self, step: int, steps: int) -> Sent:
         """Of the steps up to number `step`; called once for each, since totals may be kept."""
@@ -136,6 +141,9 @@ class DataParallel:
 
     def advance(self, params: Any, opt_state: Any, batch: Any, steps: int) -> tuple[Any, Any, dict[str, Any]]:
         return self._setup.step(params, opt_state, batch)
+
+    def collect(self, window: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return jax.device_get(window)
 
     def sent(self, step: int, steps: int) -> Sent:
         wire = self._setup.step.wire_bytes(step)

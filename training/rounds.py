@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
@@ -22,7 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import gasloc_jax
 import models
 import scape_jax
-from training._pace import Pace
+from training._pace import Pace, gathered
 from training.data import BatchLoader
 from training.evaluate import evaluate_each
 from training.mesh import AXIS_NAME, WORKER_AXIS
@@ -55,7 +54,8 @@ class Rounds:
         self._waits = setup.mesh.devices.flat[0].platform == "cpu"
         self.in_flight = 0 if self._waits or self._outer.measures else 2
         self._telemetry: Any = None  # a program, once it is asked for
-        self._figures = jax.jit(_figures, out_shardings=NamedSharding(setup.mesh, PartitionSpec()))
+        # Each worker's own, so that nobody waits for all in every round; `collect` puts them together for a line.
+        self._figures = jax.jit(_figures, out_shardings=NamedSharding(setup.mesh, PartitionSpec(WORKER_AXIS)))
 
     @property
     def local_steps(self) -> list[int]:
@@ -122,7 +122,21 @@ class Rounds:
         )
         if self._waits:
             jax.block_until_ready(figures)
-        return *_split(state), figures | known
+        return *_split(state), {"figures": figures, **known}
+
+    def collect(self, window: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Communicates 20 bytes a worker and round."""
+        names, dtypes = zip(*((name, x.dtype) for name, x in window[0]["figures"].items()), strict=True)
+        mine = np.array(
+            [[_own(measured["figures"][name]) for name in names] for measured in window], np.int32
+        )
+        whole = gathered(np.ascontiguousarray(mine.transpose(2, 0, 1)))  # (W, rounds, figures)
+        collected = []
+        for i, measured in enumerate(window):
+            found = {name: whole[:, i, k].view(dtypes[k]) for k, name in enumerate(names)}
+            known = {name: value for name, value in measured.items() if name != "figures"}
+            collected.append(_over_workers(found) | known)
+        return collected
 
     def sent(self, step: int, steps: int) -> Sent:
         line: dict[str, Any] = {"wire_bytes": self._round_bytes}
@@ -214,12 +228,23 @@ def _telemetry(inner: Any) -> dict[str, Any]:
 
 
 def _figures(per_worker: dict, steps: Any, dropped: Any, skipped: Any) -> dict[str, Any]:
-    """Scalars for the log; `skipped` counts what every worker dropped: rounds, and steps of the inner optimizer."""
-    loss = per_worker["loss"]
+    """Of every worker, (W,) each; `skipped` counts what it dropped: rounds, and steps of the inner optimizer."""
+    return per_worker | {"skipped": dropped + skipped, "updates": steps - skipped}
+
+
+def _own(x: jax.Array) -> np.ndarray:
+    """The bits of this process's part of an array (W,); the devices of an island have the same."""
+    shards = {shard.index[0].start or 0: shard.data for shard in x.addressable_shards}
+    return np.concatenate([np.asarray(shards[start]) for start in sorted(shards)]).view(np.int32)
+
+
+def _over_workers(found: dict[str, np.ndarray]) -> dict[str, Any]:
+    """Scalars for the log from numbers of each worker."""
+    loss = found["loss"]
     return {
-        **{name: jnp.mean(x) for name, x in per_worker.items()},
-        "loss_worker_min": jnp.min(loss),
-        "loss_worker_max": jnp.max(loss),
-        "skipped": jnp.sum(dropped) + jnp.sum(skipped),
-        "updates": jnp.max(steps - skipped),
+        **{name: x.mean() for name, x in found.items() if name not in ("skipped", "updates")},
+        "loss_worker_min": loss.min(),
+        "loss_worker_max": loss.max(),
+        "skipped": found["skipped"].sum(),
+        "updates": found["updates"].max(),
     }

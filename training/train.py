@@ -244,6 +244,7 @@ def train(setup: Setup, folder: Path, *, resume: bool = False, out: TextIO | Non
             schedule=setup.schedule,
             start_step=first_step,
             in_flight=method.in_flight,
+            collect=method.collect,
         )
 
         while state.step < total and stop.received is None:

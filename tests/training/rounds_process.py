@@ -66,6 +66,7 @@ def main(port: str, index: int, corpus: str, out: str) -> None:
         read[str(len(rounds))] = np.asarray(shard.data)[0]
         state.params, state.opt_state, measured = method.advance(state.params, state.opt_state, batch, steps)
         state.step += steps
+        (measured,) = method.collect([measured])
         found = {name: float(measured[name]) for name in ("loss", "loss_worker_max", "skipped")}
         rounds.append({"step": state.step, "local_steps": measured["local_steps"], **found, **method.times()})
     mean = method.model(state.params, state.opt_state)

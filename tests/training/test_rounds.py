@@ -4,6 +4,7 @@ Compiling is what takes time, so one run of three rounds serves most tests.
 """
 
 import io
+import re
 import shutil
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 import gasloc_jax
 import models
@@ -117,6 +119,14 @@ def test_what_is_measured(whole):
     assert summary["consensus_distance"] == checked[-1]["consensus_distance"] and summary["workers"] == 4
     assert summary["validation_loss"] < logged[0]["loss"] - 0.02  # it learns
     assert "of the mean model, single workers" in told and "consensus distance" in told
+
+
+def test_figures_of_a_round_wait_for_nobody(whole):
+    """They stay with their workers until a line is due; an all-reduce in each round would make all wait for the slowest."""
+    method, sharding = whole[1].method, NamedSharding(whole[1].mesh, PartitionSpec("worker"))
+    x, n = (jax.device_put(np.zeros(4, dtype), sharding) for dtype in (np.float32, np.int32))
+    program = method._figures.lower({"loss": x}, n, n, n).compile()
+    assert not re.search("all-|collective|permute", program.as_text())
 
 
 def test_report_shows_the_workers(whole):
