@@ -63,7 +63,9 @@ class OuterOptimizer(optax.GradientTransformationExtraArgs):
     def describe(self, params: Any, num_workers: int) -> str:
         """One line for the start of a run: topology, spectral gap, rounds to halve disagreement, bytes."""
         pool, growth = self.pool(num_workers), self.growth(num_workers)
-        with_momentum = "" if growth is None else f" (squared, with this momentum: times {growth:.3f} a round)"
+        with_momentum = (
+            "" if growth is None else f" (squared, with this momentum: times {growth:.3f} a round)"
+        )
         return (
             f"{pool.name}, {num_workers} workers: expected spectral gap {pool.expected_gap():.3f}, disagreement halves "
             f"in {pool.rounds_to_halve():.1f} rounds{with_momentum}, {self.bytes_per_round(params, num_workers):,} bytes "
