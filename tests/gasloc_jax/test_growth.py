@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import gasloc_jax as gj
-from gasloc_jax.reference import NoLoCo
+from gasloc_jax.reference import NesterovGossip, NoLoCo
 
 PULL = 0.7
 
@@ -69,6 +69,27 @@ def test_a_run_shrinks_or_explodes_as_told(momentum):
     ended = np.linalg.norm(params - params.mean(0)) / began
     assert (outer.growth(8) > 1) is (momentum == 0.9) is bool(ended > 10)
     assert ended > 10 or ended < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("momentum", "gamma"), [("mixed", 0.5), ("mixed", 0.9), ("local", 0.5), ("local", 0.9)]
+)
+def test_growth_of_the_explicit_forms(momentum, gamma):
+    """The mean over many runs of the reference: expectations of squares are dominated by rare runs, so few rounds."""
+    outer, runs, rounds = gj.nesterov_gossip(0.7, gamma, momentum), 3000, 12
+    pool, rng = outer.pool(4), np.random.default_rng(2)
+    squares = np.zeros(rounds)
+    for _ in range(runs):
+        rule = NesterovGossip(0.7, gamma, momentum)
+        theta = rng.standard_normal((4, 1))
+        theta -= theta.mean(0)
+        trees, zero = [{"w": x} for x in theta], [{"w": np.zeros(1)}] * 4
+        for number, graph in enumerate(rng.integers(len(pool.graphs), size=rounds)):
+            trees = rule.step(trees, zero, pool.graphs[graph].matrix())
+            squares[number] += sum(float(x["w"][0]) ** 2 for x in trees)
+    measured = (squares[-1] / squares[5]) ** (1 / (rounds - 6))
+    np.testing.assert_allclose(outer.growth(4), measured, rtol=0.06)
+    assert (outer.growth(8) > 1) is (gamma == 0.9)
 
 
 def test_without_momentum_it_is_the_gap():
