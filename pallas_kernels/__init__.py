@@ -1,5 +1,8 @@
 """Hot loops of the optimizers, one folder an operation (SCAPE, arXiv 2607.01678, section 4).
 
-An operation's `reference.py` is its plain-JAX form: it runs on every device and is what a kernel is tested
-against. No GPU kernel is written yet, so the plain-JAX form is what runs everywhere in version 0.1.0.
+An operation's `reference.py` is its plain-JAX form: it runs on every device and is what a kernel is tested against.
+`pallas.py` is a GPU kernel, written in Pallas for its Triton backend. The operations that have one take `implementation`:
+None is the kernel in a program that is lowered for CUDA, where it supports the shape and dtype, and the reference elsewhere;
+"xla" and "pallas" name one, which then runs or raises NotImplementedError. Under `jax.shard_map` kernels see a worker's own
+arrays; XLA cannot divide one over devices by itself.
 """

@@ -12,6 +12,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels._rows import Rows
+from pallas_kernels.bits import ones_mask
+
+# What stands in a row's list of columns behind its last kept entry; no row is so long.
+NO_COLUMN = 0xFFFF
+
 _BLOCK = 32
 # float32 counts exactly up to here.
 _MAX_EXACT = 1 << 24
@@ -195,3 +201,49 @@ def mask_from_indices(index: jax.Array, num_words: int) -> jax.Array:
     bit = jnp.uint32(1) << (index % 32).astype(jnp.uint32)
     words = jnp.zeros((num_words,), jnp.uint32)
     return words.at[index // 32].add(bit, mode="promise_in_bounds", indices_are_sorted=True)
+
+
+def _listed(words: jax.Array, rows: Rows) -> tuple[jax.Array, jax.Array]:
+    """int32 (R, k) columns of the first k set bits of each row, bool (R, k) which of them there are."""
+    if rows.size % 32 and rows.size:
+        words = words & ones_mask(rows.size)
+    words = jnp.pad(words, (0, rows.count * rows.row_words - rows.words)).reshape(rows.count, rows.row_words)
+    count = jnp.sum(lax.population_count(words).astype(jnp.int32), axis=1, keepdims=True)
+    keeps = jnp.full((rows.count, 1), rows.k, jnp.int32)
+    if rows.count:
+        keeps = keeps.at[-1].set(rows.keeps_last)
+    there = jnp.arange(rows.k, dtype=jnp.int32)[None, :] < jnp.minimum(count, keeps)
+    return row_indices(words, rows.k), there
+
+
+def _positions(words: jax.Array, rows: Rows) -> jax.Array:
+    """int32 (rows.kept,) flat positions of the kept entries; `rows.size` where there is none."""
+    columns, there = _listed(words, rows)
+    start = jnp.arange(rows.count, dtype=jnp.int32)[:, None] * rows.block
+    return jnp.where(there, start + columns, rows.size).reshape(-1)[: rows.kept]
+
+
+def compact(x: jax.Array, words: jax.Array, *, rows: Rows) -> jax.Array:
+    """(size,), packed mask -> (rows.kept,) kept entries, 0 where a row has fewer."""
+    return x.at[materialize(_positions(words, rows))].get(mode="fill", fill_value=0)
+
+
+def scatter(buffer: jax.Array, values: jax.Array, words: jax.Array, *, rows: Rows) -> jax.Array:
+    """(size,) buffer with its kept entries replaced by `values` (rows.kept,)."""
+    return buffer.at[_positions(words, rows)].set(values, mode="drop")
+
+
+def indices(words: jax.Array, *, rows: Rows) -> jax.Array:
+    """Packed mask -> uint16 (rows.kept,) columns, NO_COLUMN where a row has fewer."""
+    columns, there = _listed(words, rows)
+    return jnp.where(there, columns, NO_COLUMN).astype(jnp.uint16).reshape(-1)[: rows.kept]
+
+
+def mask(columns: jax.Array, *, rows: Rows) -> jax.Array:
+    """(R * k,) distinct columns -> packed mask; columns behind the row's end are none."""
+    columns = columns.reshape(rows.count, rows.k).astype(jnp.int32)
+    row = jnp.arange(rows.count, dtype=jnp.int32)[:, None]
+    at = row * rows.block + columns
+    at = jnp.where((columns < rows.block) & (at < rows.size), at, rows.words * 32)
+    bit = jnp.uint32(1) << (columns % 32).astype(jnp.uint32)
+    return jnp.zeros((rows.words,), jnp.uint32).at[at // 32].add(bit, mode="drop")

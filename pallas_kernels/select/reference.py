@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels._rows import Rows
 from pallas_kernels.bits import pack
 from pallas_kernels.compact import row_indices
 
@@ -177,3 +178,25 @@ def _narrow_copied(
     )
     rest = _narrow(left, need - interval.above, rest, 0)
     return rest.low, rest.reached + interval.above
+
+
+def select_words(
+    x: jax.Array, *window: jax.Array, rows: Rows, num_rows: int | None = None, given_k: bool = False
+) -> jax.Array:
+    """`select` on the rows of a flat leaf, or on a window of them, packed; arguments as those of the kernel.
+
+    Returns:
+      uint32 (rows.words,), or (num_rows * B / 32,) for a window.
+    """
+    short = rows.block - rows.last if rows.count else 0
+    grid = jnp.pad(x, (0, short), constant_values=jnp.nan).reshape(rows.count, rows.block)
+    row = jnp.arange(rows.count if num_rows is None else num_rows, dtype=jnp.int32)
+    if num_rows is not None:
+        row = row + window[0]
+        grid = grid.at[row].get(mode="fill", fill_value=jnp.nan)
+    if given_k:
+        k = window[-1]
+    else:
+        k = jnp.where(row == rows.count - 1, rows.keeps_last, rows.k)
+    words = pack(select(grid, k)).reshape(-1)
+    return words[: rows.words] if num_rows is None else words

@@ -1,0 +1,104 @@
+"""Which form of an operation runs: its plain-JAX reference or a GPU kernel, chosen where the program is lowered.
+
+Lowering knows for which platform a program is made, also where that device is absent: a compilation without a GPU and
+`jax.export` for CUDA get the kernel, a run on CPU gets the reference, from one and the same trace.
+"""
+
+import functools
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+
+IMPLEMENTATIONS = ("xla", "pallas", "triton")
+
+_logger = logging.getLogger("pallas_kernels")
+
+
+def run(
+    op: str,
+    *args: jax.Array,
+    reference: Callable[..., Any],
+    kernels: Mapping[str, Callable[..., Any]],
+    implementation: str | None = None,
+    unsupported: str | None = None,
+    interpret: bool = False,
+) -> Any:
+    """reference(*args), or a kernel's form of it.
+
+    Args:
+      op: name of the operation, for messages.
+      *args: the arrays, at least one.
+      reference: the plain-JAX form.
+      kernels: "pallas" or "triton" -> the kernel's form, best first. Takes the arrays, and interpret=True where asked.
+      implementation: None takes the first kernel where the program is lowered for CUDA and the reference elsewhere;
+        "xla" always the reference; "pallas" or "triton" that kernel or an error.
+      unsupported: why no kernel can do this call, None if it can. Where the kernel was left open, the reference runs
+        instead and one line is logged per operation and reason, when the program is lowered for CUDA.
+      interpret: run the named kernel step by step with plain JAX, on any device. Slow; for tests.
+
+    Raises:
+      ValueError: `implementation` is none of the above, or `interpret` without a named kernel.
+      NotImplementedError: the named kernel is not there or not for this call; and, when the program is lowered, the
+        platform is not CUDA.
+    """
+    if implementation is not None and implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"implementation must be None or one of {IMPLEMENTATIONS}, got {implementation!r}.")
+    if interpret and implementation != "pallas":
+        raise ValueError(
+            f"interpret=True needs implementation='pallas', got {implementation!r}: no other kernel has one."
+        )
+    if implementation is None:
+        if unsupported is None:
+            return lax.platform_dependent(*args, cuda=next(iter(kernels.values())), default=reference)
+        return reference(_note(args[0], op=op, reason=unsupported, cuda_only=False), *args[1:])
+    if implementation == "xla":
+        return reference(*args)
+    if implementation not in kernels:
+        raise NotImplementedError(f"{op} has no {implementation!r} kernel, only {', '.join(kernels)}.")
+    kernel = kernels[implementation]
+    if unsupported is not None:
+        raise NotImplementedError(f"{op}: no {implementation!r} kernel for this call: {unsupported}.")
+    if interpret:
+        return kernel(*args, interpret=True)
+    reason = f"the {implementation!r} kernel runs on CUDA devices only"
+    return kernel(_note(args[0], op=op, reason=reason, cuda_only=True), *args[1:])
+
+
+# The identity. What it says, it says where the program is lowered for a device, which no trace knows.
+_note_p = Primitive("pallas_kernels_note")
+_note_p.def_abstract_eval(lambda x, **_: x)
+_note_p.def_impl(lambda x, **params: jax.jit(functools.partial(_note_p.bind, **params))(x))
+
+
+def _note(x: jax.Array, **params: Any) -> jax.Array:
+    return _note_p.bind(x, **params)
+
+
+def _lower_elsewhere(ctx: Any, x: Any, *, op: str, reason: str, cuda_only: bool) -> list[Any]:
+    if cuda_only:
+        platforms = ctx.platforms or ctx.module_context.platforms
+        raise NotImplementedError(
+            f"{op}: {reason}, and this program is lowered for {', '.join(platforms)}. "
+            "Use implementation=None to take the plain-JAX form there."
+        )
+    return [x]
+
+
+def _lower_on_cuda(ctx: Any, x: Any, *, op: str, reason: str, cuda_only: bool) -> list[Any]:
+    if not cuda_only:
+        _log_fallback(op, reason)
+    return [x]
+
+
+mlir.register_lowering(_note_p, _lower_elsewhere)
+mlir.register_lowering(_note_p, _lower_on_cuda, platform="cuda")
+
+
+@functools.cache
+def _log_fallback(op: str, reason: str) -> None:
+    _logger.warning("%s: plain JAX instead of a kernel: %s.", op, reason)
