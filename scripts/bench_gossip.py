@@ -53,7 +53,9 @@ class Task:
     length: int = 128
     """Bytes of a sequence."""
     learning_rate: float = 3e-3
-    """Peak of the inner AdamW; warm-up over 5 % of the steps, then a cosine to a tenth of it."""
+    """Peak of the inner AdamW; warm-up over 5 % of the steps, then a cosine."""
+    end_fraction: float = 0.1
+    """Where the cosine ends, as a fraction of the peak."""
     weight_decay: float = 0.1
     """Of the inner AdamW, which has b1 = 0.9, b2 = 0.95 and gradients clipped at norm 1."""
     n_layers: int = 2
@@ -94,7 +96,9 @@ class Task:
 
     def inner(self) -> optax.GradientTransformation:
         rate = ScheduleConfig(
-            learning_rate=self.learning_rate, end_learning_rate=self.learning_rate / 10, warmup_fraction=0.05
+            learning_rate=self.learning_rate,
+            end_learning_rate=self.learning_rate * self.end_fraction,
+            warmup_fraction=0.05,
         )
         adamw = optax.adamw(make_schedule(rate, self.steps), b2=0.95, weight_decay=self.weight_decay)
         return optax.chain(optax.clip_by_global_norm(1.0), adamw)
