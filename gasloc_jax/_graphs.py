@@ -121,34 +121,52 @@ class Pool:
         """The mixing matrix of a round, float64 (W, W)."""
         return self.graph(round).matrix()
 
+    @property
+    def in_turn(self) -> bool:
+        """Whether the rounds go through the graphs in a fixed order, of one graph too; else each round draws its own."""
+        return self.seed is None or len(self.graphs) == 1
+
     @functools.cached_property
     def _gap(self) -> float:
         if self.num_workers == 1:
             return 1.0
+        if self.in_turn:
+            return max(0.0, 1.0 - self._growth_in_turn(np.ones((1, 1)), -np.ones((1, 1))))
         squares = sum(m.T @ m for m in (graph.matrix() for graph in self.graphs)) / len(self.graphs)
         # The mean over workers stays; what is left of everything else is its disagreement.
         ones = np.full_like(squares, 1.0 / self.num_workers)
         return float(1.0 - max(0.0, np.linalg.eigvalsh(squares - ones)[-1]))
 
     def expected_gap(self) -> float:
-        """1 - lambda_2(E[W^T W]): the squared disagreement of the workers shrinks by 1 - gap a round, in expectation.
+        """The squared disagreement of the workers shrinks by 1 - gap a round under mixing alone.
+
+        Of graphs drawn at random: in expectation, 1 - lambda_2(E[W^T W]). Of one graph, or several in turn: in the long
+        run, the geometric mean over a cycle, from the second largest eigenvalue of the product of its matrices; 1 where
+        the product leaves no disagreement.
 
         Computed from this pool. In closed form, for n workers: random pairs n / (2 (n - 1)) for even n and 1/2 for odd;
-        a uniformly random ring 2/3 + 2 / (3 (n - 1)); the complete graph 1. Of the fixed ring it falls as 1/n^2.
+        a uniformly random ring 2/3 + 2 / (3 (n - 1)); the complete graph 1, and so the exponential one where n is a power
+        of 2. Of the fixed ring it falls as 1/n^2.
         """
         return self._gap
 
     def growth(self, carried: Any, mixed: Any) -> float:
-        """By what factor the squared disagreement changes a round in the long run, in expectation: at 1 or more it grows.
+        """By what factor the squared disagreement changes a round in the long run: at 1 or more it grows.
 
         For rules that are linear where nobody drifts. A worker holds n numbers for each parameter, that parameter among
-        them, and s <- carried s + mixed (s - mix(s)) of which at least one column of `mixed` is not 0. With L = I - W, so
-        that s - mix(s) = L s, the second moments S (n, n) along an eigenvector of E[L] go on by
+        them, and s <- carried s + mixed (s - mix(s)) of which at least one column of `mixed` is not 0. Let L = I - W, so
+        that s - mix(s) = L s.
+
+        One graph, or several in turn: the numbers of all workers go on by A_r = C (x) I + M (x) L_r in the round of graph r.
+        The largest eigenvalue of the product of all A_r, of what is not equal on all workers, is the factor of a cycle of R
+        rounds, and that to the power 2/R the one of a round. It is exact.
+
+        Graphs drawn at random: in expectation. The second moments S (n, n) along an eigenvector of E[L] go on by
 
             S <- C S C' + l1 (C S M' + M S C') + l2 M S M',    l1 = u' E[L] u,    l2 = u' E[L' L] u
 
         and the largest eigenvalue of this n*n by n*n matrix is the factor. It is exact for random pairs, since all workers
-        are alike, and for one symmetric graph; an estimate where graphs are taken in turn or the pool of rings is small.
+        are alike; an estimate for a small pool of rings.
 
         Args:
           carried, mixed: C and M, float (n, n).
@@ -165,6 +183,8 @@ class Pool:
         if self.num_workers == 1:
             return 0.0
         carried, mixed = np.asarray(carried, np.float64), np.asarray(mixed, np.float64)
+        if self.in_turn:
+            return self._growth_in_turn(carried, mixed)
         ones = np.ones((self.num_workers, self.num_workers)) / self.num_workers
         rests = [np.eye(self.num_workers) - graph.matrix() for graph in self.graphs]
         first, second = sum(rests) / len(rests), sum(rest.T @ rest for rest in rests) / len(rests)
@@ -176,8 +196,42 @@ class Pool:
         moments = np.kron(carried, carried) + l1 * once + l2 * np.kron(mixed, mixed)
         return float(np.abs(np.linalg.eigvals(moments)).max())
 
+    def _growth_in_turn(self, carried: np.ndarray, mixed: np.ndarray) -> float:
+        eye = np.eye(self.num_workers)
+        disagreement = eye - 1.0 / self.num_workers  # takes the mean over workers away, which no L moves
+        cycle = np.eye(len(carried) * self.num_workers)
+        for graph in self.graphs:
+            cycle = (np.kron(carried, disagreement) + np.kron(mixed, eye - graph.matrix())) @ cycle
+        return float(np.abs(np.linalg.eigvals(cycle)).max() ** (2.0 / len(self.graphs)))
+
+    @functools.cached_property
+    def _left(self) -> list[float]:
+        """Where mixing alone ends all disagreement: what is left of it after each round, in the root mean square over
+        starts, the last one 0. Else empty.
+        """
+        if not self.in_turn or self._gap < 1.0 - 1e-6:
+            return []
+        ones, left = np.full((self.num_workers, self.num_workers), 1.0 / self.num_workers), []
+        product = np.eye(self.num_workers) - ones
+        for round in range(self.num_workers * len(self.graphs)):  # no nilpotent cycle needs more
+            product = (self.matrix(round) - ones) @ product
+            left.append(float(np.linalg.norm(product)) / math.sqrt(max(1, self.num_workers - 1)))
+            if left[-1] < 1e-12:
+                return left
+        return []
+
+    def rounds_to_agree(self) -> int | None:
+        """Rounds after which mixing alone leaves no disagreement, counted from round 0; None: some is always left."""
+        return len(self._left) or None
+
     def rounds_to_halve(self) -> float:
-        """Rounds until the workers' distance from their mean is halved by mixing alone, at least 1."""
+        """Rounds until the workers' distance from their mean is halved by mixing alone, at least 1.
+
+        From `expected_gap`, so that rounds of unequal effect count as their mean; a whole number where `rounds_to_agree`
+        is one, since the gap tells nothing there.
+        """
+        if self._left:
+            return 1.0 + next(n for n, left in enumerate(self._left) if left <= 0.5)
         left = 1.0 - self._gap
         if left <= 0.0:
             return 1.0

@@ -61,16 +61,27 @@ class OuterOptimizer(optax.GradientTransformationExtraArgs):
         return None if self.recursion is None else self.pool(num_workers).growth(*self.recursion)
 
     def describe(self, params: Any, num_workers: int) -> str:
-        """One line for the start of a run: topology, spectral gap, rounds to halve disagreement, bytes."""
+        """One line for the start of a run: topology, spectral gap, rounds to halve or end disagreement, bytes."""
         pool, growth = self.pool(num_workers), self.growth(num_workers)
-        with_momentum = (
-            "" if growth is None else f" (squared, with this momentum: times {growth:.3f} a round)"
-        )
+        if num_workers == 1:
+            return f"{pool.name}, 1 worker: nobody to exchange with"
+        squared, mixing = "squared", f"disagreement halves in {pool.rounds_to_halve():.1f} rounds"
+        if (last := pool.rounds_to_agree()) is not None:
+            squared, mixing = (
+                "disagreement squared",
+                f"all agree after {'a round' if last == 1 else f'{last} rounds'}",
+            )
+        if growth is not None:
+            mixing += f" ({squared}, with this momentum: times {growth:.3f} a round)"
         return (
-            f"{pool.name}, {num_workers} workers: expected spectral gap {pool.expected_gap():.3f}, disagreement halves "
-            f"in {pool.rounds_to_halve():.1f} rounds{with_momentum}, {self.bytes_per_round(params, num_workers):,} bytes "
-            "sent by a worker in a round"
+            f"{pool.name}, {num_workers} workers: expected spectral gap {pool.expected_gap():.3f}, {mixing}, "
+            f"{self.bytes_per_round(params, num_workers):,} bytes sent by a worker in a round"
         )
+
+
+def rate_at(rate: optax.ScalarOrSchedule, count: jax.Array) -> Any:
+    """A number as it is, a schedule at `count` exchanges done (int32 ()), as optax's own chains count: float32 ()."""
+    return jnp.asarray(rate(count), jnp.float32) if callable(rate) else rate
 
 
 def any_nonfinite(tree: Any) -> jax.Array:

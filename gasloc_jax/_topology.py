@@ -5,6 +5,7 @@ mixing keeps the mean over the workers.
 """
 
 import dataclasses
+import inspect
 import itertools
 import math
 from collections.abc import Callable
@@ -31,6 +32,34 @@ class Topology:
         """
         check_whole_number("num_workers", num_workers, 1, "One worker is an axis of size 1.")
         return self.make(int(num_workers))
+
+
+def check_topology(value: Any) -> None:
+    """Raises TypeError unless a Topology; says what to write for a name, a factory that was not called, or a matrix."""
+    if isinstance(value, Topology):
+        return
+    call = "random_pairs()"
+    name = value if isinstance(value, str) else getattr(value, "__name__", "")
+    if name in ("random_pairs", "random_ring", "ring", "exponential", "complete"):
+        call = f"{name}()"
+    elif name == "mixing_matrix" or np.ndim(value) > 0:
+        call = "mixing_matrix(your matrix)"
+    given = f"the function {name}" if inspect.isroutine(value) else repr(value)
+    raise TypeError(f"topology must be a gasloc_jax.Topology, got {given}. Write topology=gasloc_jax.{call}.")
+
+
+def _matrix(matrix: Any) -> np.ndarray:
+    """A copy in float64."""
+    try:
+        given = np.asarray(matrix)
+        if given.dtype.kind in "cSUMm":
+            raise TypeError(f"dtype {given.dtype}")
+        return given.astype(np.float64)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"a mixing matrix must hold real numbers in rows of equal length, got {matrix!r}. Give one row for each "
+            "worker, with a weight for each worker."
+        ) from error
 
 
 def _alone(name: str) -> Pool:
@@ -146,7 +175,9 @@ def ring() -> Topology:
 def exponential() -> Topology:
     """In round t each worker averages with the value of the worker 2^(t mod ceil(log2 W)) places before it.
 
-    One payload a round. After log2 W rounds all workers agree if W is a power of 2 and nothing else moves them.
+    One payload a round. After log2 W rounds all workers agree if W is a power of 2 and nothing else moves them. Momentum
+    does: under Nesterov's with rate 0.7 and momentum 0.9 the squared disagreement shrinks to 0.61 of itself a round with
+    8 workers and grows, by 1.008 with 16 and 1.20 with 32; see `Pool.growth`.
     """
 
     def make(size: int) -> Pool:
@@ -179,14 +210,15 @@ def mixing_matrix(matrix: Any) -> Topology:
       matrix: (W, W), not negative, rows and columns summing to 1 within 1e-6.
 
     Raises:
-      ValueError: it is not doubly stochastic, which would move the mean over the workers, or not square.
+      ValueError: it is not doubly stochastic, which would move the mean over the workers, not square, or not of real
+        numbers. A number of workers that is not W is refused by `make_round`.
 
     Example:
       >>> import gasloc_jax
       >>> gasloc_jax.mixing_matrix([[0.75, 0.25], [0.25, 0.75]]).build(2).expected_gap()
       0.75
     """
-    given = np.array(matrix, np.float64)
+    given = _matrix(matrix)
     if given.ndim != 2 or given.shape[0] != given.shape[1] or given.size == 0:
         raise ValueError(
             f"a mixing matrix must be square, got shape {given.shape}. Give one row for each worker."

@@ -199,6 +199,30 @@ def test_rounds_to_halve_is_what_mixing_does():
     assert gj.mixing_matrix(np.eye(3)).build(3).rounds_to_halve() == math.inf
 
 
+def test_gap_of_graphs_in_turn_is_that_of_their_product():
+    """What is left after 12 cycles of mixing, not the mean over the graphs: 8 workers agree after three rounds."""
+    for size in (3, 5, 6, 7):
+        pool, left = gj.exponential().build(size), np.eye(size) - 1 / size
+        rounds = 12 * len(pool.graphs)
+        for t in range(rounds):
+            left = pool.matrix(t) @ left
+        assert 1 - np.linalg.norm(left, 2) ** (2 / rounds) == pytest.approx(pool.expected_gap(), abs=0.01)
+        assert pool.rounds_to_agree() is None
+    for size, halved in ((2, 1), (4, 2), (8, 2), (16, 2)):
+        pool = gj.exponential().build(size)
+        assert (pool.expected_gap(), pool.rounds_to_halve()) == (1.0, halved)
+        assert pool.rounds_to_agree() == math.log2(size)
+
+
+def test_rounds_to_agree():
+    bits = np.zeros((8, 8))  # worker i hears of what 2i and 2i + 1 have: all of it after three rounds
+    for i in range(8):
+        bits[i, [2 * i % 8, (2 * i + 1) % 8]] = 0.5
+    rounds = {gj.complete(): 1, gj.mixing_matrix(bits): 3, gj.random_pairs(): None, gj.ring(): None}
+    assert {topology: topology.build(8).rounds_to_agree() for topology in rounds} == rounds
+    assert gj.random_ring().build(3).rounds_to_agree() == 1
+
+
 # Bytes and a user's matrix ------------------------------------------------------------------------------------
 
 
@@ -245,6 +269,10 @@ def test_a_user_s_matrix_sends_only_where_it_has_a_weight():
         ([[float("nan"), 1.0], [1.0, 0.0]], "finite weights >= 0, got nan"),
         ([[1.0, 0.0]], "must be square, got shape (1, 2)"),
         ([], "must be square"),
+        ([[1.0, 0.0], [1.0]], "real numbers in rows of equal length, got [[1.0, 0.0], [1.0]]"),
+        ([["0.5", "0.5"], ["0.5", "0.5"]], "real numbers in rows of equal length, got [['0.5'"),
+        ("ring", "real numbers in rows of equal length, got 'ring'. Give one row for each worker"),
+        (np.eye(2) * (1 + 0j), "real numbers in rows of equal length, got array([[1.+0.j"),
     ],
 )
 def test_bad_matrices(matrix, message):
