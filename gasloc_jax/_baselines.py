@@ -12,7 +12,7 @@ import optax
 from gasloc_jax._checks import check_floating, check_momentum, check_rate
 from gasloc_jax._gasloc import gasloc
 from gasloc_jax._mix import Mixer
-from gasloc_jax._outer import OuterOptimizer, finite_delta, like, once_on_cpu
+from gasloc_jax._outer import OuterOptimizer, finite_delta, like, once_on_cpu, rate_at
 from gasloc_jax._payload import make_payload
 from gasloc_jax._topology import Topology, complete, random_pairs
 
@@ -31,7 +31,8 @@ def diloco(
     Communicated per worker and round: one all-reduce of the P entries, 2 (W-1)/W * 4 P bytes in float32.
 
     Args:
-      learning_rate: outer learning rate, a number or a schedule of the rounds.
+      learning_rate: outer learning rate, a number or a schedule of the rounds; with fragments of those in which the
+        fragment was exchanged.
       momentum: in [0, 1).
       axis_name, payload_dtype, payload_block_size, island_axis: as in `gasloc`.
 
@@ -150,9 +151,9 @@ NoLoCoState.per_worker = ("residual",)  # type: ignore[attr-defined]
 
 
 def noloco(
-    learning_rate: float = 0.7,
+    learning_rate: optax.ScalarOrSchedule = 0.7,
     momentum: float = 0.5,
-    pull: float = 0.7,
+    pull: optax.ScalarOrSchedule = 0.7,
     topology: Topology | None = None,
     axis_name: str | None = None,
     *,
@@ -169,11 +170,11 @@ def noloco(
     Communicated per worker and round: twice the bytes of `gasloc`, since pseudo-gradient and parameters travel apart.
 
     Args:
-      learning_rate: beta.
+      learning_rate: beta, a number or a schedule of the rounds; with fragments of those in which the fragment was exchanged.
       momentum: mu in [0, 1).
-      pull: k. With random pairs the squared disagreement shrinks to 0.67 of itself in a round at the defaults (8
-        workers, no drift), to 0.75 for k = 1. At momentum 0.9 it grows, for k = 0.7 with 4 workers or more, by 1.07 a round
-        with 8: `growth(num_workers)` of the optimizer tells, and `describe` says it.
+      pull: k, likewise; `growth` of a schedule is not known. With random pairs the squared disagreement shrinks to 0.67 of
+        itself in a round at the defaults (8 workers, no drift), to 0.75 for k = 1. At momentum 0.9 it grows, for k = 0.7
+        with 4 workers or more, by 1.07 a round with 8: `growth(num_workers)` of the optimizer tells, and `describe` says it.
       topology, axis_name, payload_dtype, payload_block_size, island_axis: as in `gasloc`.
 
     Raises:
@@ -203,14 +204,15 @@ def noloco(
         velocity = jax.tree.map(lambda p: jnp.zeros(jnp.shape(p), jnp.float32), params)
         return NoLoCoState(zero, velocity, mixer.init((params, params)), zero.copy())
 
-    def update(updates, state, params=None, *, round=None, nonfinite=None, **extra_args):
+    def update(updates, state, params=None, *, round=None, turn=None, nonfinite=None, **extra_args):
         del extra_args
         delta, bad, anchor = finite_delta(updates, params, nonfinite)
         (delta, mean), residual = mixer.mix(
-            (delta, anchor), state.residual, state.round if round is None else round
+            (delta, anchor), state.residual, state.round if round is None else round, turn
         )
+        rate, k = rate_at(learning_rate, state.round), rate_at(pull, state.round)
         velocity = jax.tree.map(
-            lambda m, d, z, a: momentum * m - learning_rate * d + pull * (z - a),
+            lambda m, d, z, a: momentum * m - rate * d + k * (z - a),
             state.velocity,
             delta,
             mean,
@@ -221,6 +223,6 @@ def noloco(
             optax.safe_increment(state.round), velocity, residual, state.skipped + bad
         )
 
-    # (theta, m) without drift: m <- mu m - k (theta - mix(theta)), theta <- theta + m.
-    recursion = ([[1.0, momentum], [0.0, momentum]], [[-pull, 0.0], [-pull, 0.0]])
+    # (theta, m) without drift: m <- mu m - k (theta - mix(theta)), theta <- theta + m, whatever the rate.
+    recursion = None if callable(pull) else ([[1.0, momentum], [0.0, momentum]], [[-pull, 0.0], [-pull, 0.0]])
     return OuterOptimizer.made(init, update, mixer, trees_sent=2, recursion=recursion)

@@ -1,5 +1,6 @@
 """Checks of settings: what must hold, what was given, what to do. Traced values (inject_hyperparams) pass unseen."""
 
+import inspect
 import math
 import numbers
 import re
@@ -33,6 +34,13 @@ def check_rate(name: str, value: Any, hint: str) -> None:
     """Raises ValueError unless a finite number >= 0 or a schedule."""
     if not callable(value):
         check_number(name, value, "a finite number >= 0", lambda x: 0 <= x < math.inf, hint)
+
+
+def check_transformation(name: str, value: Any, example: str) -> None:
+    """Raises TypeError unless an optax transformation."""
+    if not (callable(getattr(value, "init", None)) and callable(getattr(value, "update", None))):
+        given = f"{value.__qualname__}, uncalled" if inspect.isroutine(value) else repr(value)
+        raise TypeError(f"{name} must be an optax transformation, got {given}. Write {name}={example}.")
 
 
 def check_momentum(name: str, value: Any) -> None:

@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gasloc_jax._checks import check_floating, check_momentum, check_one_of, check_rate
+from gasloc_jax._checks import check_floating, check_momentum, check_one_of, check_rate, check_transformation
 from gasloc_jax._mix import Mixer
-from gasloc_jax._outer import OuterOptimizer, finite_delta, finite_proposal, like, once_on_cpu
+from gasloc_jax._outer import OuterOptimizer, finite_delta, finite_proposal, like, once_on_cpu, rate_at
 from gasloc_jax._payload import make_payload
 from gasloc_jax._topology import Topology, random_pairs
 
@@ -76,7 +76,9 @@ def gasloc(
       \theta_{t+1}^i = \theta_t^i + \mathrm{outer}(\theta_t^i - z^i)
 
     with the pseudo-gradient \Delta^i = theta_t^i - theta_{t,H}^i given to `update` and theta_t^i as `params`. On
-    `complete()` all theta_t are equal, and the mean of the pseudo-gradients is fed as it is: DiLoCo, bit for bit.
+    `complete()` all theta_t are equal, and the mean of the pseudo-gradients is fed as it is: DiLoCo, bit for bit the one
+    composed of optax and a mean that is compiled in the same way (shard_map, the same layout); in another layout XLA may
+    contract other products and sums to fused multiply-adds, which differ by a rounding.
 
     Communicated per worker and round: one message of all P entries to each neighbour of the round's graph, 1 with
     `random_pairs`, 2 with rings: 4 P bytes each in float32, 2 P in bfloat16, P + 4 P / payload_block_size in int8.
@@ -94,11 +96,12 @@ def gasloc(
 
     Returns:
       An optax transformation. `init` and `update` run inside shard_map when axis_name is given; `make_round` does that.
-      `update` takes `round=` (int32 ()) in place of its own count to choose the graph, and `proposal=`, theta_{t,H} in
-      place of theta_t - Delta, from who has it at hand.
+      `update` takes `round=` (int32 ()) in place of its own count to choose the graph, `turn=` in place of that where graphs
+      are taken in turn, and `proposal=`, theta_{t,H} in place of theta_t - Delta, from who has it at hand.
 
     Raises:
-      ValueError: a setting is outside its range. TypeError: a leaf is not floating-point.
+      ValueError: a setting is outside its range, or at `init` the topology is not for that number of workers.
+      TypeError: `outer` is no optax transformation, `topology` no Topology, or a leaf is not floating-point.
 
     Example:
       >>> import jax.numpy as jnp, optax, gasloc_jax
@@ -112,6 +115,8 @@ def gasloc(
     References:
       GASLoC, arXiv 2606.11081. DiLoCo, arXiv 2311.08105.
     """
+    if outer is not None:
+        check_transformation("outer", outer, "optax.sgd(0.7, momentum=0.9, nesterov=True)")
     chain = optax.with_extra_args_support(
         optax.sgd(0.7, momentum=0.9, nesterov=True) if outer is None else outer
     )
@@ -127,14 +132,16 @@ def gasloc(
         zero = jnp.zeros((), jnp.int32)
         return GaslocState(zero, chain.init(params), mixer.init(params), zero.copy())
 
-    def update(updates, state, params=None, *, round=None, nonfinite=None, proposal=None, **extra_args):
+    def update(
+        updates, state, params=None, *, round=None, turn=None, nonfinite=None, proposal=None, **extra_args
+    ):
         delta, bad, anchor = finite_delta(updates, params, nonfinite)
         pool, residual = mixer.pool(), state.residual
         if pool.num_workers == 1 or pool.all_reduce:
             gradient, residual = mixer.mean(delta, residual)
         else:
             proposal = finite_proposal(proposal, bad, anchor, delta)
-            mixed, residual = mixer.mix(proposal, residual, state.round if round is None else round)
+            mixed, residual = mixer.mix(proposal, residual, state.round if round is None else round, turn)
             gradient = once_on_cpu(jax.tree.map(jnp.subtract, anchor, mixed))
         new_updates, outer_state = chain.update(like(updates, gradient), state.outer, params, **extra_args)
         return new_updates, GaslocState(
@@ -145,7 +152,7 @@ def gasloc(
 
 
 def nesterov_gossip(
-    learning_rate: float = 0.7,
+    learning_rate: optax.ScalarOrSchedule = 0.7,
     gamma: float = 0.9,
     momentum: Literal["mixed", "local"] = "mixed",
     topology: Topology | None = None,
@@ -168,7 +175,8 @@ def nesterov_gossip(
     arguments not named here are.
 
     Args:
-      learning_rate: eta.
+      learning_rate: eta, a number or a schedule of the rounds; with fragments of those in which the fragment was exchanged,
+        as an optax chain in `gasloc` counts.
       gamma: momentum in [0, 1).
       momentum: "mixed" or "local".
 
@@ -198,16 +206,17 @@ def nesterov_gossip(
         previous = jax.tree.map(lambda p: jnp.array(p, jnp.float32, copy=True), params)
         return NesterovGossipState(zero, previous, mixer.init(params), zero.copy())
 
-    def update(updates, state, params=None, *, round=None, nonfinite=None, **extra_args):
+    def update(updates, state, params=None, *, round=None, turn=None, nonfinite=None, **extra_args):
         del extra_args
         delta, bad, anchor = finite_delta(updates, params, nonfinite)
         pool, residual = mixer.pool(), state.residual
-        proposal = jax.tree.map(lambda a, d: a - learning_rate * d, anchor, delta)
+        rate = rate_at(learning_rate, state.round)
+        proposal = jax.tree.map(lambda a, d: a - rate * d, anchor, delta)
         if momentum == "mixed" and pool.all_reduce:
             mean, residual = mixer.mean(delta, residual)
-            mixed = jax.tree.map(lambda a, d: a - learning_rate * d, anchor, mean)
+            mixed = jax.tree.map(lambda a, d: a - rate * d, anchor, mean)
         else:
-            mixed, residual = mixer.mix(proposal, residual, state.round if round is None else round)
+            mixed, residual = mixer.mix(proposal, residual, state.round if round is None else round, turn)
         moved = mixed if momentum == "mixed" else proposal
         new_updates = jax.tree.map(
             lambda z, m, before, a: z + gamma * (m - before) - a, mixed, moved, state.previous, anchor
@@ -216,7 +225,7 @@ def nesterov_gossip(
             optax.safe_increment(state.round), moved, residual, state.skipped + bad
         )
 
-    # (theta, z or y of the last round) without drift, where z = theta - L theta and y = theta.
+    # (theta, z or y of the last round) without drift, where z = theta - L theta and y = theta: whatever the rate.
     recursion = (
         [[1.0 + gamma, -gamma], [1.0, 0.0]],
         [[-(1.0 + gamma), 0.0], [-1.0, 0.0]] if momentum == "mixed" else [[-1.0, 0.0], [0.0, 0.0]],

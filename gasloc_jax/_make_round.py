@@ -6,7 +6,7 @@ from typing import Literal
 import optax
 from jax.sharding import Mesh
 
-from gasloc_jax._checks import check_one_of, check_whole_number
+from gasloc_jax._checks import check_one_of, check_transformation, check_whole_number
 from gasloc_jax._fragments import Fragments, layers_are_stacked
 from gasloc_jax._local_step import LocalStep
 from gasloc_jax._outer import OuterOptimizer
@@ -38,6 +38,7 @@ def make_round(
         `make_mesh` makes one.
       axis_name: the workers' axis.
       fragments: F; a round exchanges the F-th part of the model, dealt by layer, so that a round's bytes fall F-fold.
+        Graphs drawn at random are drawn for each round, those in turn go on after F rounds: every fragment sees them all.
       stacked: path -> whether the leaf's first axis is the layers. Default: below a part "layers" of the path.
       delay: D; the exchange works on what the last round left and is applied after D local steps of the next one, so that
         it can go on beside them. 0: at once. XLA on GPU does both at a time where the topology has one graph only (`ring`,
@@ -49,7 +50,7 @@ def make_round(
       A Round: `state = round.init(params)`, then `state, metrics = round(state, batches, local_steps)`.
 
     Raises:
-      ValueError: a setting is outside its range or does not fit the mesh.
+      ValueError: a setting is outside its range or does not fit the mesh. TypeError: `outer` is no transformation.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, gasloc_jax
@@ -66,6 +67,7 @@ def make_round(
             f"axis_name must name the workers' axis of the mesh, got {axis_name!r}; the mesh has "
             f"{tuple(mesh.axis_names)}. Use one of these; one worker is an axis of size 1."
         )
+    check_transformation("outer", outer, f"gasloc_jax.gasloc(axis_name={axis_name!r})")
     inner_axes = tuple(name for name in mesh.axis_names if name != axis_name)
     if isinstance(outer, OuterOptimizer):
         for name, given, wanted in (
@@ -77,6 +79,7 @@ def make_round(
                     f"{name} of the outer optimizer must be {' or '.join(map(repr, wanted))} on this mesh, got {given!r}. "
                     "Build both for the same axes."
                 )
+        outer.pool(int(mesh.shape[axis_name]))  # refuses a mixing matrix of another size
     check_whole_number("fragments", fragments, 1, "1 exchanges the whole model in every round.")
     check_whole_number("delay", delay, 0, "0 applies an exchange at once.")
     check_one_of("drift_weight", drift_weight, ("uniform", "steps"))

@@ -19,7 +19,7 @@ from jax import lax
 
 from gasloc_jax._graphs import Graph, Pool
 from gasloc_jax._payload import Payload
-from gasloc_jax._topology import Topology
+from gasloc_jax._topology import Topology, check_topology
 
 # Leaves of fewer entries travel together: below this a message costs its latency rather than its bytes.
 SMALL = 1 << 16
@@ -62,25 +62,40 @@ class Mixer:
     island_axis: str | None = None
     averages: bool = True
 
+    def __post_init__(self) -> None:
+        check_topology(self.topology)
+
     def pool(self) -> Pool:
         return self.topology.build(num_workers_of(self.axis_name))
 
     def init(self, tree: Any) -> tuple[jax.Array, ...] | None:
-        """The residual e of this device, float32 (1, entries that it sends) a piece; None if nothing is lost."""
+        """The residual e of this device, float32 (1, entries that it sends) a piece; None if nothing is lost.
+
+        Raises:
+          ValueError: the topology does not fit the workers.
+        """
+        self.pool()
         workers, devices = num_workers_of(self.axis_name), num_workers_of(self.island_axis)
         if self.payload.lossless or workers == 1:
             return None
         sizes = (self._padded(size, workers) // devices for size in piece_sizes(tree))
         return tuple(jnp.zeros((1, size), jnp.float32) for size in sizes)
 
-    def mix(self, tree: Any, residual: Any, round: jax.Array) -> tuple[Any, Any]:
+    def mix(
+        self, tree: Any, residual: Any, round: jax.Array, turn: jax.Array | None = None
+    ) -> tuple[Any, Any]:
         """(z, new residual): the graph of this round applied to every leaf, float32.
+
+        turn: exchanges of this fragment so far, by which graphs are taken in turn; None: `round`. By rounds, F fragments
+        and F graphs would leave each fragment with one graph for ever.
 
         Communicated: every entry of the tree to each neighbour, see `Pool.bytes_per_round`.
         """
         pool = self.pool()
         if pool.num_workers == 1:
             return jax.tree.map(lambda x: x.astype(jnp.float32), tree), residual
+        if pool.in_turn and turn is not None:
+            round = turn
         own = self._own_parts(tree, pool.num_workers)
         if pool.all_reduce and residual is None:
             mixed = [x / pool.num_workers for x in lax.psum(own, self.axis_name)]

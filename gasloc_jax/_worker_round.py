@@ -139,6 +139,7 @@ class WorkerRound:
             outer,
             anchor,
             round=state.round,
+            turn=lax.div(state.round, jnp.int32(self.fragments.count)),
             nonfinite=jnp.zeros((), jnp.int32),
             **({"proposal": sent} if isinstance(self.outer, OuterOptimizer) else {}),
         )

@@ -93,6 +93,28 @@ STREAMS = {
         lambda: gj.nesterov_gossip(axis_name="worker"),
         lambda: ref.NesterovGossip(0.7, 0.9, "mixed"),
     ),
+    # As many graphs as fragments: by the round alone each fragment would meet over the same graph for ever.
+    "graphs in turn": (
+        2,
+        0,
+        2,
+        lambda: gj.gasloc(topology=gj.exponential(), axis_name="worker"),
+        lambda: ref.Optax(lambda: ref.Sgd(0.7, 0.9, True), 4),
+    ),
+    "explicit form in turn": (
+        2,
+        1,
+        3,
+        lambda: gj.nesterov_gossip(topology=gj.exponential(), axis_name="worker"),
+        lambda: ref.NesterovGossip(0.7, 0.9, "mixed"),
+    ),
+    "noloco in turn": (
+        2,
+        0,
+        2,
+        lambda: gj.noloco(topology=gj.exponential(), axis_name="worker"),
+        lambda: ref.NoLoCo(0.7, 0.5, 0.7),
+    ),
     "noloco": (2, 0, 3, lambda: gj.noloco(axis_name="worker"), lambda: ref.NoLoCo(0.7, 0.5, 0.7)),
     "diloco": (
         3,
@@ -120,7 +142,8 @@ def test_ten_rounds_of_streaming(name):
     for t in range(10):
         batches = make_batches(4, 4, seed=t)
         state, _ = round(state, batches, steps)
-        workers.round(gradient_of(batches), pool.matrix(t), [steps] * 4 if isinstance(steps, int) else steps)
+        matrix = pool.matrix(t // count if pool.in_turn else t)
+        workers.round(gradient_of(batches), matrix, [steps] * 4 if isinstance(steps, int) else steps)
         for got, want in ((state.params, workers.params), (state.anchor, workers.anchors)):
             assert_close(on_host(got), stacked(want), "params", terms=t + 1, dtype=jnp.float32)
     assert round._programs["round"]._cache_size() == 1

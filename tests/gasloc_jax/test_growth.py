@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import gasloc_jax as gj
-from gasloc_jax.reference import NesterovGossip, NoLoCo
+from gasloc_jax.reference import NesterovGossip, NoLoCo, Optax, Sgd
 
 PULL = 0.7
 
@@ -92,8 +92,76 @@ def test_growth_of_the_explicit_forms(momentum, gamma):
     assert (outer.growth(8) > 1) is (gamma == 0.9)
 
 
+# Graphs in turn, of which one alone is the simplest case -------------------------------------------------------
+
+
+def nesterov_step(anchors, trace, momentum, matrix, rate=0.7):
+    """One round of the default form without drift, as `step`."""
+    rule = Optax(lambda: Sgd(rate, momentum, nesterov=True), len(anchors))
+    for one, x in zip(rule.rules, trace, strict=True):
+        one.trace = {"w": x}
+    new = rule.step([{"w": x} for x in anchors], [{"w": np.zeros_like(x)} for x in anchors], matrix)
+    return np.stack([x["w"] for x in new]), np.stack([one.trace["w"] for one in rule.rules])
+
+
+def nesterov_recursion(momentum, rate=0.7):
+    return [[1.0, -rate * momentum**2], [0.0, momentum]], [[-rate * (1.0 + momentum), 0.0], [1.0, 0.0]]
+
+
+def growth_by_powers(one_round, pool, momentum):
+    """The reference's linear map of a cycle, found by feeding it a basis, to the power 2^20."""
+    n = pool.num_workers
+    cycle = np.kron(np.eye(2), np.eye(n) - 1 / n)
+    for graph in pool.graphs:
+        cycle = np.concatenate(one_round(cycle[:n], cycle[n:], momentum, graph.matrix()))
+    log_norm = 0.0  # of the power so far is exp(log_norm) |cycle|
+    for _ in range(20):
+        norm = np.linalg.norm(cycle)
+        if norm < 1e-9:
+            return 0.0
+        cycle, log_norm = (cycle / norm) @ (cycle / norm), 2 * (log_norm + np.log(norm))
+    return np.exp((log_norm + np.log(np.linalg.norm(cycle))) / 2**20 * 2 / len(pool.graphs))
+
+
+@pytest.mark.parametrize("momentum", [0.5, 0.9])
+@pytest.mark.parametrize(
+    ("topology", "workers"),
+    [*((gj.exponential(), n) for n in (4, 5, 6, 8, 16)), (gj.ring(), 8), (gj.complete(), 4), (gj.random_pairs(), 2)],
+)  # fmt: skip
+def test_growth_in_turn_is_that_of_the_whole_cycle(topology, workers, momentum):
+    pool = topology.build(workers)
+    for one_round, recursion in (
+        (nesterov_step, nesterov_recursion(momentum)),
+        (step, gj.noloco(0.7, momentum, PULL).recursion),
+    ):
+        expected = growth_by_powers(one_round, pool, momentum)
+        np.testing.assert_allclose(pool.growth(*recursion), expected, rtol=1e-4)
+
+
+def test_growth_of_a_matrix_that_is_not_symmetric():
+    """Messages one way round: eigenvalues are complex, and one matrix of second moments would be an estimate."""
+    pool = gj.mixing_matrix(0.6 * np.eye(5) + 0.4 * np.roll(np.eye(5), 1, axis=0)).build(5)
+    expected = growth_by_powers(nesterov_step, pool, 0.9)
+    np.testing.assert_allclose(pool.growth(*nesterov_recursion(0.9)), expected, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("workers", "grows"), [(8, False), (16, True)])
+def test_the_exponential_graph_shrinks_or_grows_as_told(workers, grows):
+    """The default form over 240 rounds: with 8 workers momentum is harmless, with 16 it is not."""
+    pool = gj.exponential().build(workers)
+    params = np.random.default_rng(1).standard_normal((workers, 50))
+    params, trace = params - params.mean(0), np.zeros((workers, 50))
+    squares = []
+    for number in range(240):
+        params, trace = nesterov_step(params, trace, 0.9, pool.matrix(number))
+        squares.append(np.sum((params - params.mean(0)) ** 2))
+    told = pool.growth(*nesterov_recursion(0.9))
+    assert (told > 1) is grows is bool(squares[-1] > squares[39])
+    assert (squares[99] / squares[39]) ** (1 / 60) == pytest.approx(told, rel=0.02)
+
+
 def test_without_momentum_it_is_the_gap():
-    for topology in (gj.random_pairs(), gj.random_ring(), gj.ring(), gj.complete()):
+    for topology in (gj.random_pairs(), gj.random_ring(), gj.ring(), gj.complete(), gj.exponential()):
         pool = topology.build(6)
         np.testing.assert_allclose(pool.growth([[1]], [[-1]]), 1 - pool.expected_gap(), atol=1e-9)
     assert gj.noloco(momentum=0.9).growth(1) == 0.0
@@ -103,3 +171,16 @@ def test_describe_tells_and_others_do_not_guess():
     params = {"w": np.zeros(3, np.float32)}
     assert "(squared, with this momentum: times 1.072 a round)" in gj.noloco(momentum=0.9).describe(params, 8)
     assert gj.gasloc().growth(8) is None and "momentum" not in gj.gasloc().describe(params, 8)
+    in_turn = gj.noloco(topology=gj.exponential()).describe(params, 8)
+    assert "all agree after 3 rounds (disagreement squared, with this momentum: times 0." in in_turn
+    assert "gap 1.000, all agree after a round, " in gj.diloco().describe(params, 8)
+    assert gj.gasloc().describe(params, 1) == "random_pairs, 1 worker: nobody to exchange with"
+
+
+def test_growth_where_numbers_are_scheduled():
+    """Without drift no rate matters, so that one which changes leaves it known; the pull does."""
+    params, halved = {"w": np.zeros(3, np.float32)}, lambda count: 0.7 / (1 + count)
+    assert gj.nesterov_gossip(halved).growth(8) == gj.nesterov_gossip(0.1).growth(8)
+    assert gj.noloco(halved).growth(8) == gj.noloco(0.1).growth(8)
+    scheduled = gj.noloco(pull=halved)
+    assert scheduled.growth(8) is None and "momentum" not in scheduled.describe(params, 8)

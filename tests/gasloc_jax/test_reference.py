@@ -93,6 +93,34 @@ FORMS = {
 }
 
 
+@pytest.mark.parametrize(
+    ("make_outer", "make_reference"),
+    [
+        (lambda rate, topology: gj.nesterov_gossip(rate, 0.5, "mixed", topology, "worker"),
+         lambda: ref.NesterovGossip(0.0, 0.5, "mixed")),
+        (lambda rate, topology: gj.nesterov_gossip(rate, 0.5, "local", topology, "worker"),
+         lambda: ref.NesterovGossip(0.0, 0.5, "local")),
+        (lambda rate, topology: gj.noloco(rate, 0.5, lambda t: 0.9 - 0.1 * t, topology, "worker"),
+         lambda: ref.NoLoCo(0.0, 0.5, 0.0)),
+    ],
+    ids=["mixed", "local", "noloco"],
+)  # fmt: skip
+@pytest.mark.parametrize("topology", [gj.random_pairs(), gj.complete()], ids=["pairs", "complete"])
+def test_rates_that_change(make_outer, make_reference, topology):
+    """A schedule is called with the rounds done: 0 in the first."""
+    outer = make_outer(lambda t: 0.8 / (1.0 + t), topology)
+    round, expected = make_round(outer, 3, optax.sgd(0.05)), make_reference()
+    workers = start_workers(3, lambda: ref.Sgd(0.05), [expected])
+    state, pool = round.init(make_params()), outer.pool(3)
+    for t in range(4):
+        expected.learning_rate = expected.beta = 0.8 / (1 + t)
+        expected.k = 0.9 - 0.1 * t
+        batches = make_batches(3, 2, seed=t)
+        state, _ = round(state, batches, 2)
+        workers.round(gradient_of(batches), pool.matrix(t), [2] * 3)
+        assert_close(on_host(state.params), stacked(workers.params), "params", terms=t + 1, dtype=jnp.float32)
+
+
 @pytest.mark.parametrize("name", FORMS)
 def test_ten_rounds(name):
     """Parameters of every worker, their mean and their distance from it. Inner AdamW with decay and a schedule."""

@@ -89,6 +89,24 @@ def test_schedules_count_inner_steps_and_outer_rounds(num_workers, steps):
         assert np.asarray(state.params["w"])[:, 0] == pytest.approx([w] * num_workers)
 
 
+@pytest.mark.parametrize(
+    "outer",
+    [
+        lambda rate: gj.gasloc(optax.sgd(rate)),
+        lambda rate: gj.nesterov_gossip(rate, 0.0),
+        lambda rate: gj.noloco(rate, 0.0),
+    ],
+    ids=["gasloc", "nesterov_gossip", "noloco"],
+)
+def test_schedules_count_exchanges_of_a_fragment(outer):
+    """Case 13: a fragment that meets in rounds 1, 3, .. has the rates of counts 0, 1, .., in all forms alike."""
+    tx, w = outer(lambda count: jnp.where(count == 0, 1.0, 0.5)), jnp.array([1.0])
+    state = tx.init(w)
+    for t, rate in enumerate((1.0, 0.5, 0.5)):
+        updates, state = tx.update(jnp.array([0.25]), state, w, round=jnp.int32(2 * t + 1))
+        assert updates.tolist() == [-0.25 * rate]
+
+
 def test_identity_settings_average_parameters_in_every_step():
     """H = 1, lr 1, no momentum, complete graph: parameter averaging."""
     assert one_number(4, gj.local_sgd("worker"), 2)[1] == pytest.approx([0.2] * 4, abs=1e-6)
