@@ -11,15 +11,16 @@ from jax.sharding import Mesh, PartitionSpec
 from gasloc_jax._checks import path_name
 
 
-def check_equal_on_workers(params: Any, mesh: Mesh, axis_name: str) -> None:
-    """All devices must hold the same parameters, bit for bit. Communicates 4 bytes per leaf and device.
+def check_start(params: Any, mesh: Mesh, axis_name: str) -> None:
+    """All devices must hold the same finite parameters, bit for bit. Communicates 4 bytes per leaf and device.
 
     Args:
       params: global arrays replicated over the mesh.
       mesh, axis_name: the workers.
 
     Raises:
-      ValueError: names the first leaf that differs and the workers that differ from worker 0.
+      ValueError: names the first leaf that differs and the workers that differ from worker 0, or the first leaf with a
+        NaN or an infinity.
     """
     flat, _ = jax.tree_util.tree_flatten_with_path(params)
     if not flat:
@@ -28,11 +29,13 @@ def check_equal_on_workers(params: Any, mesh: Mesh, axis_name: str) -> None:
 
     def digest(leaves):
         mine = jnp.stack([_digest(x) for x in leaves])
-        return lax.all_gather(mine, axes).reshape(mesh.shape[axis_name], -1, len(leaves))
+        # One device's word on finiteness is that of all where the digests are equal.
+        finite = jnp.stack([jnp.isfinite(x).all() for x in leaves])
+        return lax.all_gather(mine, axes).reshape(mesh.shape[axis_name], -1, len(leaves)), finite
 
     spec = PartitionSpec()
     fn = jax.shard_map(digest, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
-    digests = np.asarray(jax.jit(fn)([x for _, x in flat]))
+    digests, finite = map(np.asarray, jax.jit(fn)([x for _, x in flat]))
     differs = (digests != digests[:1, :1]).any(axis=1)
     if differs.any():
         leaf = int(np.argmax(differs.any(axis=0)))
@@ -40,6 +43,12 @@ def check_equal_on_workers(params: Any, mesh: Mesh, axis_name: str) -> None:
         raise ValueError(
             f"all workers must start from the same parameters, but {path_name(flat[leaf][0])!r} of worker(s) {workers} "
             "differs from worker 0's. Initialise from one seed, or broadcast worker 0's parameters."
+        )
+    if not finite.all():
+        name = path_name(flat[int(np.argmin(finite))][0])
+        raise ValueError(
+            f"parameters must be finite at the start, got NaN or infinity in {name!r}. Check its initialisation, or the "
+            "checkpoint that it is from."
         )
 
 

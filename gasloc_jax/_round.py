@@ -5,6 +5,7 @@ The number of local steps is another one on each worker (a loop with a trip coun
 chosen on the device: one compile for the whole run.
 """
 
+import numbers
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from gasloc_jax._checks import check_floating
 from gasloc_jax._inputs import check_batches, place, replicated, steps_of_workers
 from gasloc_jax._outer import OuterOptimizer
-from gasloc_jax._preflight import check_collectives, check_equal_on_workers
+from gasloc_jax._preflight import check_collectives, check_start
 from gasloc_jax._specs import batch_spec, state_specs
 from gasloc_jax._worker_round import RoundState, WorkerRound
 
@@ -53,11 +54,12 @@ class Round:
 
         Raises:
           TypeError: a leaf is not floating-point.
-          ValueError: workers start from different parameters, or there are fewer layers than fragments.
+          ValueError: workers start from different parameters, a parameter is not finite, the topology is for another
+            number of workers, or there are fewer layers than fragments.
         """
         self._check_params(params)
         params = replicated(params, self.mesh)
-        check_equal_on_workers(params, self.mesh, self.axis_name)
+        check_start(params, self.mesh, self.axis_name)
         specs = self.specs(jax.eval_shape(self._mapped(self.worker.init, _WHOLE, _WHOLE), params))
         return jax.jit(self._mapped(self.worker.init, _WHOLE, specs))(params)
 
@@ -77,8 +79,9 @@ class Round:
           local_steps, and skipped, 1 where this round's steps were dropped; and wire_bytes, a Python int.
 
         Raises:
-          ValueError: fewer than 1 local steps, more than the batches hold, or not more than the delay; a list of another
-            length than W; batches that do not fit workers and islands. All before anything is compiled.
+          ValueError: a state of another number of workers; fewer than 1 local steps, more than the batches hold, or not
+            more than the delay; a list of another length than W; batches that do not fit workers and islands. All before
+            anything is compiled.
         """
         self._check_half(state, begun=False)
         batches, steps = self.place(batches), self._steps(local_steps, batches)
@@ -134,7 +137,7 @@ class Round:
             total = lax.psum(jax.tree.map(lambda x: x[0].astype(jnp.float32), tree), self.axis_name)
             return jax.tree.map(lambda x, like: (x / self.num_workers).astype(like.dtype), total, tree)
 
-        return self._read("mean", mean, state.params)
+        return self._read("mean", mean, state)
 
     def worker_params(self, state: RoundState, worker: int) -> Any:
         """One worker's parameters, replicated. Communicates one all-reduce of the parameters.
@@ -142,8 +145,11 @@ class Round:
         Raises:
           ValueError: there is no such worker.
         """
-        if not 0 <= worker < self.num_workers:
-            raise ValueError(f"worker must be in 0..{self.num_workers - 1}, got {worker}. Count from 0.")
+        whole = isinstance(worker, numbers.Integral) and not isinstance(worker, bool)
+        if not whole or not 0 <= worker < self.num_workers:
+            raise ValueError(
+                f"worker must be in 0..{self.num_workers - 1}, got {worker!r}. Count from 0, in whole numbers."
+            )
 
         def pick(tree, worker):
             mine = lax.axis_index(self.axis_name) == worker
@@ -151,7 +157,7 @@ class Round:
                 jax.tree.map(lambda x: jnp.where(mine, x[0], 0).astype(x.dtype), tree), self.axis_name
             )
 
-        return self._read("pick", pick, state.params, np.int32(worker))
+        return self._read("pick", pick, state, np.int32(worker))
 
     def consensus_distance(self, state: RoundState) -> jax.Array:
         """sqrt(mean_i |theta^i - mean|^2), float32 (): how far the workers are from their mean.
@@ -166,7 +172,7 @@ class Round:
                 total += jnp.sum(jnp.square(x - lax.psum(x, self.axis_name) / self.num_workers))
             return jnp.sqrt(lax.psum(total, self.axis_name) / self.num_workers)
 
-        return self._read("distance", distance, state.params)
+        return self._read("distance", distance, state)
 
     def wire_bytes(self, params: Any) -> int:
         """Bytes that one worker (all its devices together) sends in a round.
@@ -246,11 +252,12 @@ class Round:
             return self.num_workers > 1 and any(g.messages for g in outer.pool(self.num_workers).graphs)
         return self.num_workers > 1
 
-    def _read(self, name: str, fn: Callable, params: Any, *args: Any) -> Any:
+    def _read(self, name: str, fn: Callable, state: RoundState, *args: Any) -> Any:
+        self._check_workers(state)
         if name not in self._readers:
             in_specs = (self._over_workers, *[_WHOLE] * len(args))
             self._readers[name] = jax.jit(self._mapped(fn, in_specs, _WHOLE))
-        out = self._readers[name](params, *args)
+        out = self._readers[name](state.params, *args)
         return jax.block_until_ready(out) if self._waits else out
 
     def _with_bytes(self, result: tuple[RoundState, dict]) -> tuple[RoundState, dict[str, Any]]:
@@ -266,8 +273,16 @@ class Round:
         check_floating(params)
         self.worker.fragments.check(params)
 
+    def _check_workers(self, state: RoundState) -> None:
+        if jnp.shape(state.round) != (self.num_workers,):
+            raise ValueError(
+                f"a state must be of the {self.num_workers} workers of this round, got one whose `round` has shape "
+                f"{jnp.shape(state.round)}. Start anew from its mean: round.init(its_own_round.mean_params(state))."
+            )
+
     def _check_half(self, state: RoundState, begun: bool) -> None:
         """A round's halves alternate; with fragments and no delay a state does not tell them apart."""
+        self._check_workers(state)
         worker = self.worker
         found = state.arrival is not None or (state.anchor is not None and not worker.keeps_anchor)
         if found != begun and (worker.delay or not worker.keeps_anchor):

@@ -65,6 +65,36 @@ def test_bad_setting(make, name, must, todo, value):
         make(**{name: value})
 
 
+@pytest.mark.parametrize(
+    ("given", "parts"),
+    [
+        ("random_pairs", ("got 'random_pairs'", "Write topology=gasloc_jax.random_pairs()")),
+        ("worker", ("got 'worker'", "Write topology=gasloc_jax.random_pairs()")),
+        (gj.ring, ("got the function ring", "Write topology=gasloc_jax.ring()")),
+        (gj.mixing_matrix, ("got the function mixing_matrix", "gasloc_jax.mixing_matrix(your matrix)")),
+        ([[0.5, 0.5], [0.5, 0.5]], ("got [[0.5", "gasloc_jax.mixing_matrix(your matrix)")),
+        (gj.ring().build(3), ("got Pool(", "Write topology=gasloc_jax.")),
+    ],
+    ids=["name", "axis", "uncalled", "uncalled matrix", "matrix", "pool"],
+)
+@pytest.mark.parametrize("make", [gj.gasloc, gj.nesterov_gossip, gj.noloco, gj.local_dadam, gj.dadam])
+def test_what_is_no_topology(make, given, parts):
+    with raises(TypeError, "topology must be a gasloc_jax.Topology", *parts):
+        make(topology=given, axis_name="worker")
+
+
+@pytest.mark.parametrize(
+    ("given", "told"), [(0.7, "got 0.7."), ("sgd", "got 'sgd'."), (optax.sgd, "got sgd, uncalled.")], ids=str
+)
+def test_what_is_no_optax_transformation(given, told):
+    with raises(TypeError, "outer must be an optax transformation", told, "Write outer=optax.sgd(0.7"):
+        gj.gasloc(given)
+    with raises(
+        TypeError, "outer must be an optax transformation", told, "outer=gasloc_jax.gasloc(axis_name='"
+    ):
+        round_of(given)
+
+
 def test_unbound_axis():
     with raises(ValueError, "axis_name must name an axis", "'worker'", "make_round"):
         gj.gasloc(axis_name="worker").init(make_params())
@@ -108,6 +138,16 @@ def test_outer_optimizer_of_another_axis():
         round_of(gj.gasloc())
     with raises(ValueError, "island_axis of the outer optimizer must be None", "got 'data'"):
         round_of(gj.gasloc(axis_name="worker", island_axis="data"))
+
+
+def test_mixing_matrix_of_another_size():
+    """Refused where W is first known; behind a wrapper of optax, which hides the topology, before the first round."""
+    outer = gj.gasloc(topology=gj.mixing_matrix(np.full((3, 3), 1 / 3)), axis_name="worker")
+    with raises(ValueError, "must have a row for each worker, got 3 rows for 4 workers", "Give a matrix"):
+        round_of(outer)
+    wrapped = round_of(optax.chain(outer))
+    with raises(ValueError, "must have a row for each worker, got 3 rows for 4 workers"):
+        wrapped.init(make_params())
 
 
 def test_bad_meshes():
@@ -154,9 +194,42 @@ def test_workers_that_start_from_different_weights():
         round.init(params)
 
 
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+def test_parameters_that_are_not_finite(bad):
+    params = make_params()
+    params["layers/kernel"][2, 1, 4] = bad
+    with raises(ValueError, "must be finite at the start", "NaN or infinity in 'layers/kernel'", "Check"):
+        round_of().init(params)
+
+
 def test_parameters_that_are_not_floats():
     with raises(TypeError, "must be floating-point, got int32 in 'step'"):
         round_of().init({"w": jnp.ones(2), "step": jnp.zeros((), jnp.int32)})
+
+
+# A state ------------------------------------------------------------------------------------------------------
+
+
+def test_state_of_another_number_of_workers():
+    other = round_of(num_workers=8).init(make_params())
+    round = round_of()
+    for call in (
+        lambda: round(other, make_batches(WORKERS, MOST), 2),
+        lambda: round.local(other, make_batches(WORKERS, MOST), 2),
+        lambda: round.exchange(other),
+        lambda: round.mean_params(other),
+        lambda: round.worker_params(other, 0),
+        lambda: round.consensus_distance(other),
+    ):
+        with raises(ValueError, "must be of the 4 workers of this round", "shape (8,)", "round.init("):
+            call()
+
+
+@pytest.mark.parametrize("worker", [4, -1, 1.5, 1.0, True, None, "0"])
+def test_no_such_worker(worker):
+    round = round_of()
+    with raises(ValueError, f"worker must be in 0..3, got {worker!r}", "Count from 0"):
+        round.worker_params(round.init(make_params()), worker)
 
 
 # A call -------------------------------------------------------------------------------------------------------
