@@ -12,16 +12,24 @@ setting can be set by its dotted name on top; --config demo --help lists them. R
 runs/: config.json, metrics.jsonl, tensorboard/, checkpoints/, summary.json, report.html. --resume [FOLDER]
 goes on with a run (without FOLDER: the newest) from its newest checkpoint and takes its settings from there.
 
-Ctrl-C or SIGTERM ends after the current step or round with a checkpoint; again: at once.
-Exit codes: 0 done; 2 wrong settings, or memory or data are missing; 130 after Ctrl-C; 143 after SIGTERM.
+Several processes train as one where the same command is started once for each of them, with the environment variables
+JAX_COORDINATOR_ADDRESS (host:port of process 0), JAX_NUM_PROCESSES and JAX_PROCESS_ID, or by srun, in a working folder that
+all see. Each brings an equal share of the workers; process 0 alone prints and writes.
+
+Ctrl-C or SIGTERM ends after the current step or round with a checkpoint (of several processes, to any of them: all at the
+next logged line); again: at once.
+Exit codes: 0 done; 1 nothing was finite, so nothing was trained; 2 wrong settings, or memory or data are missing; 130 after
+Ctrl-C; 143 after SIGTERM.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import signal
 import sys
+import traceback
 from pathlib import Path
 
 
@@ -31,17 +39,23 @@ def _leave(number: int, frame: object) -> None:
     os._exit(128 + number)
 
 
+def _leave_on_signals() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _leave)
+
+
 if __name__ == "__main__":
     # Before the imports, which take seconds; an exception there, or inside JAX's start, would end in a traceback.
-    for _number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(_number, _leave)
+    _leave_on_signals()
 
+import jax
 import tyro
 from rich.console import Console
 from rich.table import Table
 
 from training import config as settings
 from training import runs
+from training._processes import from_first, is_first, join, require_same
 from training.mesh import prepare_devices
 from training.presets import PRESETS
 from training.report import REPORT_FILE, summary_rows
@@ -95,19 +109,42 @@ def main(arguments: list[str] | None = None) -> int:
     """Returns the exit code."""
     try:
         config, resumed = parse(sys.argv[1:] if arguments is None else arguments)
-        prepare_devices(config.mesh.data, config.mesh.platform, islands=config.mesh.worker)
+        processes = join()
+        if processes > 1:
+            _leave_on_signals()  # JAX's own handler of SIGTERM has come instead
+        mesh = config.mesh
+        prepare_devices(mesh.data, mesh.platform, islands=mesh.worker, processes=processes)
+        require_same("the settings", json.dumps(settings.dotted(config)))
         setup = build(config)
-        folder = resumed or runs.new_folder(config)
+        folder = resumed or Path(from_first(lambda: str(runs.new_folder(config))))
         outcome = train(setup, folder, resume=resumed is not None)
     except (ValueError, OSError) as error:
         if os.environ.get("SCAPE_TRACEBACK"):
             raise
         print(f"error: {error}", file=sys.stderr)
         return 2
+    if outcome.failure and is_first():
+        print(f"error: {outcome.failure}", file=sys.stderr)
     if outcome.summary is not None:
         show_summary(outcome, Console())
     return outcome.exit_code
 
 
+def _main_of_a_group() -> int:
+    """Leaves at once after an error: at a regular exit JAX would wait for the other processes, which wait for this one."""
+    code = 2
+    try:
+        code = main()
+    except Exception:
+        if not jax.distributed.is_initialized():
+            raise
+        traceback.print_exc()
+    if code == 2 and jax.distributed.is_initialized():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(_main_of_a_group())

@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-from training.metrics import MetricsWriter
+from training.metrics import MetricsWriter, NoWriter
 from training.progress import Progress
 from training.schedules import Schedule
 
@@ -26,7 +26,7 @@ class RunLog:
 
     def __init__(
         self,
-        writer: MetricsWriter,
+        writer: MetricsWriter | NoWriter,
         progress: Progress,
         *,
         tokens_per_step: int,
@@ -103,7 +103,7 @@ class RunLog:
         record = {
             "step": step,
             "loss": last["loss"],
-            "loss_mean": math.fsum(float(measured["loss"]) for measured in window) / len(window),
+            "loss_mean": _mean_of_finite([float(measured["loss"]) for measured in window]),
             # The optimizer's count stands still in a skipped step; this step itself may be the latest one
             # skipped.
             "lr": self._schedule(int(last.pop("updates", step - int(last["skipped"]))) - 1),
@@ -115,3 +115,9 @@ class RunLog:
         self._mark = self._done
         self._writer.write(record)
         self._progress.update(record)
+
+
+def _mean_of_finite(losses: list[float]) -> float:
+    """Without the steps that were skipped; NaN where all were."""
+    finite = [loss for loss in losses if math.isfinite(loss)]
+    return math.fsum(finite) / len(finite) if finite else math.nan

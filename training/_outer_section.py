@@ -45,11 +45,9 @@ class OuterConfig(Settings):
     drift_weight: Literal["uniform", "steps"] = "uniform"
     """steps: a worker's drift counts by how many steps it took."""
     adapt: bool = False
-    """Choose each worker's steps from measured times, so that all reach the exchange together."""
+    """Choose each worker's steps from measured times: the fastest takes local_steps, the others what fits into its time."""
     fewest_steps: int = 1
     """Fewest steps of a worker (adapt)."""
-    most_steps: int | None = None
-    """Most steps of a worker (adapt); None: twice local_steps."""
     measure: bool | None = None
     """Time local steps and exchange of every round, for local_secs and exchange_secs in the metrics. The host then waits
     for the devices twice a round and sends nothing ahead. None: without outer.delay, whose overlap timing would end.
@@ -59,13 +57,12 @@ class OuterConfig(Settings):
 
     @property
     def steps_per_round(self) -> int:
-        """H in nominal steps."""
+        """H in nominal steps; no worker takes more in a round."""
         return self.local_steps if isinstance(self.local_steps, int) else max(self.local_steps)
 
-    @property
-    def most(self) -> int:
-        """Most steps that a worker may take in a round."""
-        return (self.most_steps or 2 * self.steps_per_round) if self.adapt else self.steps_per_round
+    def steps_of_each(self, workers: int) -> list[int]:
+        """H of every worker, as set."""
+        return [self.local_steps] * workers if isinstance(self.local_steps, int) else list(self.local_steps)
 
     @property
     def measures(self) -> bool:
@@ -120,7 +117,8 @@ class OuterConfig(Settings):
         )
         require(
             self.name != "dadam" or max(given) == 1,
-            f"outer.local_steps must be 1 for dadam, got {self.local_steps}. For more use local_dadam.",
+            f"outer.local_steps must be 1 for dadam, got {self.local_steps}. Give --outer.local_steps 1, or use local_dadam "
+            "for more.",
         )
         if self.measures:
             require(
@@ -135,10 +133,15 @@ class OuterConfig(Settings):
                 "from it.",
             )
             require(
-                1 <= self.fewest_steps <= min(given) and self.most >= max(given),
-                f"outer.fewest_steps and outer.most_steps must be around outer.local_steps {self.local_steps}, got "
-                f"{self.fewest_steps} and {self.most}. 1 and twice local_steps are usual.",
+                1 <= self.fewest_steps <= min(given),
+                f"outer.fewest_steps must be in [1, outer.local_steps = {self.local_steps}], got {self.fewest_steps}. 1 is "
+                "usual.",
             )
+
+    def given_in_vain(self) -> list[str]:
+        """Without an outer optimizer: the settings that differ from their defaults."""
+        fields = dataclasses.fields(self) if self.name == "none" else ()
+        return [field.name for field in fields if getattr(self, field.name) != field.default]
 
     def last_round_problem(self, start: int, total: int) -> str | None:
         """A last round that is too short for the delay; None where there is none."""

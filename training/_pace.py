@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from jax.experimental import multihost_utils
 
 import gasloc_jax
 from training._outer_section import OuterConfig
+from training._processes import gathered
 
 ADAPT_EVERY = 5  # rounds between two choices: each is a gather of 40 bytes a process, for which all wait
 
@@ -23,9 +23,7 @@ class Pace:
 
     def __init__(self, outer: OuterConfig, pool: gasloc_jax.Pool, own_workers: slice):
         self._outer, self._pool, self._workers, self._own = outer, pool, pool.num_workers, own_workers
-        given = outer.local_steps
-        self.local_steps = [given] * self._workers if isinstance(given, int) else list(given)
-        self._target_secs: float | None = None
+        self.local_steps = outer.steps_of_each(self._workers)
         self._last: tuple[float, float] | None = None
         self._rounds = 0
         # Since the last choice, (round, a step's seconds, an exchange's seconds): this process's.
@@ -63,15 +61,19 @@ class Pace:
         return {"local_secs": local, "exchange_secs": exchange}
 
     def choose(self, rounds: list[int], secs: np.ndarray) -> str | None:
-        """New local steps from secs (W, rounds, 2), of a step and of an exchange; a line where they change."""
+        """New local steps from secs (W, rounds, 2), of a step and of an exchange; a line where they change.
+
+        All are to reach the exchange when the fastest worker has taken the steps of the setting. That time is taken anew at
+        each choice: kept from an earlier one, or from another machine, it would move everybody's steps with the clock.
+        """
         outer, steps = self._outer, np.median(secs[:, :, 0], axis=1).tolist()
         exchanges = self.link_secs(rounds, secs[:, :, 1]).tolist()
-        adapt = gasloc_jax.AdaptiveLocalSteps(outer.steps_per_round, outer.fewest_steps, outer.most)
-        if self._target_secs is None:
-            self._target_secs = adapt.common_target(steps, exchanges)
-        before = self.local_steps
+        adapt = gasloc_jax.AdaptiveLocalSteps(
+            outer.steps_per_round, outer.fewest_steps, outer.steps_per_round
+        )
+        target_secs, before = adapt.common_target(steps, exchanges), self.local_steps
         self.local_steps = [
-            adapt.choose(now, [step], [exchange], self._target_secs)
+            adapt.choose(now, [step], [exchange], target_secs)
             for now, step, exchange in zip(before, steps, exchanges, strict=True)
         ]
         if self.local_steps != before:
@@ -92,14 +94,12 @@ class Pace:
         times = np.array([times[1:] for times in self._mine], np.float32).reshape(-1, 2)
         return {
             "local_steps": list(self.local_steps),
-            "target_secs": self._target_secs,
             "timed_rounds": [number for number, _, _ in self._mine],
             "secs": self._gathered(times).tolist(),  # (W, rounds, 2)
         }
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         self.local_steps = list(state["local_steps"])
-        self._target_secs = state["target_secs"]
         mine = state["secs"][self._own.start]
         self._mine = [(number, *times) for number, times in zip(state["timed_rounds"], mine, strict=True)]
 
@@ -109,9 +109,3 @@ class Pace:
             return np.zeros((self._workers, *mine.shape), mine.dtype)
         found = gathered(mine[None])
         return np.repeat(found, self._workers // len(found), axis=0)
-
-
-def gathered(mine: np.ndarray) -> np.ndarray:
-    """What all processes have, one after the other along the first axis; 4-byte numbers, and every process calls it."""
-    found = np.asarray(multihost_utils.process_allgather(mine.view(np.int32)))
-    return found.reshape(-1, *mine.shape[1:]).view(mine.dtype)

@@ -9,13 +9,16 @@ import dataclasses
 class Panel:
     """One plot of a run: its curves, as (key of metrics.jsonl, name), and how to read it.
 
-    The one key of a panel `by_worker` holds a list with a number for each worker. Where they differ it is a picture.
+    The one key of a panel `by_worker` holds a list with a number for each worker. Where they differ it is a picture. A run
+    without the key `needs`, or with `unless`, leaves the panel out.
     """
 
     title: str
     curves: tuple[tuple[str, str], ...]
     meaning: str
     by_worker: bool = False
+    needs: str = ""
+    unless: str = ""
 
 
 PANELS = (
@@ -45,22 +48,22 @@ PANELS = (
     Panel(
         "local steps of each worker",
         (("local_steps", "steps"),),
-        "Steps between two exchanges, one row for each worker: a slower one takes fewer with outer.adapt, and good is "
-        "a row that settles.",
+        "Steps between two exchanges: a slower worker takes fewer with outer.adapt, and good is a number that "
+        "settles.",
         by_worker=True,
     ),
     Panel(
         "seconds of each worker's local steps",
         (("local_secs", "seconds"),),
-        "Time from one exchange to the next, one row for each worker: good is one colour in a column, for then all "
-        "reach the exchange together. Workers of one process share a clock.",
+        "Time from one exchange to the next: good is the same for all at a step, for then they reach the exchange "
+        "together. Workers of one process share a clock.",
         by_worker=True,
     ),
     Panel(
         "seconds of each worker's exchange",
         (("exchange_secs", "seconds"),),
-        "Time in the exchange, one row for each worker, waiting for its peers included: good is far below the local "
-        "steps; a fast worker that waits long should take more of them.",
+        "Time in the exchange, waiting for its peers included: good is far below the local steps; where a worker waits "
+        "long, slower ones should take fewer of them.",
         by_worker=True,
     ),
     Panel(
@@ -85,6 +88,14 @@ PANELS = (
         (("residual_norm", "residual"), ("kept_norm", "kept part"), ("grad_norm", "averaged gradient")),
         "The residual is what waits to be sent: good is a level line; one that keeps growing says that too little "
         "is sent.",
+        needs="residual_norm",
+    ),
+    Panel(
+        "norm of the gradient",
+        (("grad_norm", "gradient"),),
+        "Before clipping, in rounds the mean over steps and workers: good is level or falling; jumps say that the "
+        "learning rate is too high, or that the data change.",
+        unless="residual_norm",
     ),
     Panel(
         "learning rate",

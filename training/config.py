@@ -98,6 +98,14 @@ class Config(Settings):
     def _check_rounds(self) -> None:
         outer, workers = self.outer, self.mesh.worker
         if outer.name == "none":
+            vain = outer.given_in_vain()
+            default = type(outer)()
+            require(
+                not vain,
+                f"{', '.join(f'outer.{key}' for key in vain)} must be left out without an outer optimizer, got "
+                f"{', '.join(str(getattr(outer, key)) for key in vain)}. Set --outer.name gasloc, or go back to "
+                f"{' '.join(f'--outer.{key} {getattr(default, key)}' for key in vain)}.",
+            )
             require(
                 workers == 1,
                 f"mesh.worker must be 1 without an outer optimizer, got {workers}. Set outer.name gasloc, or use "

@@ -18,15 +18,29 @@ _MOST_VIRTUAL = 1024  # each has threads of its own; beyond this the process sta
 
 
 def prepare_devices(
-    workers: int, platform: Literal["auto", "cpu", "gpu"] = "auto", *, islands: int = 1
+    workers: int,
+    platform: Literal["auto", "cpu", "gpu"] = "auto",
+    *,
+    islands: int = 1,
+    processes: int = 1,
 ) -> None:
-    """Makes sure that devices of the platform exist for `workers` in each island, as virtual ones on a CPU."""
+    """Makes sure that devices of the platform exist for `workers` in each island, as virtual ones on a CPU.
+
+    Several processes bring equal shares, of whole islands where there are several. ValueError: there are too few.
+    """
     devices = workers * islands
+    parts, name = (workers, "mesh.data") if islands == 1 else (islands, "mesh.worker")
+    if parts % processes:
+        raise ValueError(
+            f"{name} must be divisible by the processes, {processes}, got {parts}. Use "
+            f"{-(-parts // processes) * processes}, or another number of processes."
+        )
+    own = devices // processes
     if platform == "cpu":  # "gpu" needs no word to JAX: it is what it takes where it finds one
         jax.config.update("jax_platforms", "cpu")
-    if jax.config.jax_num_cpu_devices < devices <= _MOST_VIRTUAL:
+    if jax.config.jax_num_cpu_devices < own <= _MOST_VIRTUAL:
         try:
-            jax.config.update("jax_num_cpu_devices", devices)
+            jax.config.update("jax_num_cpu_devices", own)
         except RuntimeError:  # JAX is already running: whether that matters depends on what it found
             if len(jax.devices()) < devices:
                 advice = "JAX had already started, so no more virtual CPU devices can be made. "
@@ -47,17 +61,20 @@ def prepare_devices(
 def _too_few(workers: int, islands: int, advice: str) -> str:
     kind, found = jax.default_backend(), len(jax.devices())
     wanted = f"mesh.data = {workers}" if islands == 1 else f"mesh.worker x mesh.data = {islands} x {workers}"
-    return f"{wanted} needs {workers * islands} devices, this process has {found} ({kind}). {advice}"
+    who = "this process has" if jax.process_count() == 1 else f"the {jax.process_count()} processes have"
+    return f"{wanted} needs {workers * islands} devices, {who} {found} ({kind}). {advice}"
 
 
 def make_mesh(workers: int, axis_name: str = AXIS_NAME, *, islands: int | None = None) -> Mesh:
-    """A mesh over the first devices, of one axis, or of WORKER_AXIS and that one where there are islands; axes are
-    Auto, because the step is written with shard_map. Neighbours in the list of devices share an island.
+    """A mesh over the first devices of each process, of one axis, or of WORKER_AXIS and that one where there are islands;
+    axes are Auto, because the step is written with shard_map. Neighbours in the list of devices share an island.
     """
-    devices, needed = jax.devices(), workers * (islands or 1)
-    if len(devices) < needed:
+    needed, processes = workers * (islands or 1), jax.process_count()
+    of_each = [[d for d in jax.devices() if d.process_index == p] for p in range(processes)]
+    if needed > processes * min(map(len, of_each)):
         raise ValueError(_too_few(workers, islands or 1, "Call prepare_devices before the first use of JAX."))
+    devices = [d for found in of_each for d in found[: -(-needed // processes)]][:needed]
     if islands is None:
-        return jax.make_mesh((workers,), (axis_name,), axis_types=(AxisType.Auto,), devices=devices[:workers])
-    grid = np.array(devices[:needed]).reshape(islands, workers)  # as listed: make_mesh may reorder two axes
+        return jax.make_mesh((workers,), (axis_name,), axis_types=(AxisType.Auto,), devices=devices)
+    grid = np.array(devices).reshape(islands, workers)  # as listed: make_mesh may reorder two axes
     return Mesh(grid, (WORKER_AXIS, axis_name), axis_types=(AxisType.Auto, AxisType.Auto))

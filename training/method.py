@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
+import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import models
@@ -35,6 +36,8 @@ class Sent:
 class Method(Protocol):
     """How the workers train. Parameters that come in are one model, those in between are the method's own form."""
 
+    unit: str
+    """What an advance is called: step or round."""
     in_flight: int
     """How many advances the host may be ahead of the devices; 0 where each returns when it is done."""
 
@@ -70,6 +73,9 @@ class Method(Protocol):
     def sent_per_step(self, step: int) -> Sent:
         """In step number `step`; of a round its share."""
 
+    def failure(self, step: int, opt_state: Any) -> str | None:
+        """Why a run that ended at `step` has trained nothing, where nothing it did was finite; all processes call it."""
+
     def telemetry(self, opt_state: Any) -> dict[str, Any]:
         """Figures of a state for a line of metrics.jsonl."""
 
@@ -94,6 +100,7 @@ class Method(Protocol):
 class DataParallel:
     """All workers hold the same parameters and exchange in every step, by scape_jax.TrainStep."""
 
+    unit = "step"
     in_flight = 2
 
     def __init__(self, setup: Setup):
@@ -152,6 +159,14 @@ class DataParallel:
 
     def sent_per_step(self, step: int) -> Sent:
         return self.sent(step, 1)
+
+    def failure(self, step: int, opt_state: Any) -> str | None:
+        if int(optax.tree.get(opt_state, "stats").skipped) < step:
+            return None
+        return (
+            f"all {step} steps were skipped: no gradient was finite on all workers. Use a smaller --schedule.learning_rate, "
+            "and look at the data."
+        )
 
     def telemetry(self, opt_state: Any) -> dict[str, Any]:
         return self._setup.step.telemetry(opt_state)

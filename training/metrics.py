@@ -54,6 +54,13 @@ class MetricsWriter:
         self.close()
 
 
+class NoWriter:
+    """For the processes other than the first, which write nothing."""
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        pass
+
+
 def _plain(value: Any) -> Any:
     """A Python number. JSON has no NaN or infinity: they are written as text, which `read` turns back."""
     if hasattr(value, "item"):

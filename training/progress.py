@@ -25,6 +25,7 @@ class Progress:
         self._secs_per_step = 0.0
         # Of workers that differ, as last evaluated: to measure it for each line would send the whole model each time.
         self.consensus_distance: float | None = None
+        self.local_steps: list[int] | None = None  # of a run in rounds, as set
 
     def __enter__(self) -> Progress:
         if self.console.is_terminal:
@@ -62,15 +63,14 @@ class Progress:
         sent, dense = record["bytes_sent_total"], record["dense_bytes_total"]
         if dense:
             parts.append(f"sent {amount(sent)} of {amount(dense)} dense ({dense / max(sent, 1):.1f}x fewer)")
-        if len(set(record.get("local_steps", ()))) > 1:
+        if record.get("local_steps", self.local_steps) != self.local_steps:
             parts.append(f"{spread(record['local_steps'])} local steps")
         if "exchange_secs" in record:
             parts.append(f"exchange {spread(record['exchange_secs'], '.2g')} s")
         if self.consensus_distance is not None:
             parts.append(f"consensus {self.consensus_distance:.2g}")
         parts.append(f"{duration(self._secs_left(step))} left")
-        if record.get("skipped"):
-            parts.append(f"{record['skipped']} skipped")
+        parts += lost(record)
         return "  ".join(parts)
 
     def _secs_left(self, step: int) -> float:
@@ -103,6 +103,14 @@ def spread(values: Sequence[float], format: str = "") -> str:
     """Of numbers of several workers "least to most", or the one that all have: [10, 7, 10] -> 7 to 10."""
     least, most = f"{min(values):{format}}", f"{max(values):{format}}"
     return least if least == most else f"{least} to {most}"
+
+
+def lost(record: Mapping[str, Any]) -> list[str]:
+    """What was not taken because of non-finite numbers: steps, and in rounds what single workers lost."""
+    if "skipped_steps" not in record:
+        return [f"{record['skipped']} skipped"] if record.get("skipped") else []
+    names = {"skipped": "rounds x workers dropped", "skipped_steps": "steps x workers skipped"}
+    return [f"{record[key]} {name}" for key, name in names.items() if record[key]]
 
 
 def duration(secs: float) -> str:

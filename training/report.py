@@ -29,10 +29,12 @@ from matplotlib.ticker import (
 )
 
 from training import metrics
-from training._panels import PANELS
-from training.progress import amount, duration, quantity, spread
+from training._panels import PANELS, Panel
+from training.progress import amount, duration, lost, quantity, spread
 
 CONFIG_FILE, SUMMARY_FILE, REPORT_FILE = "config.json", "summary.json", "report.html"
+
+_MOST_INSIDE = 3  # curves; a longer legend beside the plot covers none of them
 
 _STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; max-width: 1100px; margin: 2em auto; padding: 0 1em; color: #222
@@ -102,13 +104,11 @@ def summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     if not summary:
         return [("state", "not finished: no summary yet")]
     sent, dense = summary["bytes_per_step"], summary["dense_bytes_per_step"]
+    unit, workers = ("round" if "islands" in summary else "step"), f"{summary['workers']}"
+    if summary.get("island_devices", 1) > 1:
+        workers = f"{summary['islands']} islands of {summary['island_devices']}"
     rows = [
-        (
-            "steps",
-            f"{summary['steps']} ({summary['skipped']} skipped)"
-            if summary["skipped"]
-            else f"{summary['steps']}",
-        ),
+        ("steps", f"{summary['steps']}" + (f" ({', '.join(lost(summary))})" if lost(summary) else "")),
         ("training loss (nats per token)", f"{summary['train_loss']:.4f}"),
         ("validation loss (nats per token)", f"{summary['validation_loss']:.4f}"),
         ("validation perplexity", f"{summary['perplexity']:.3f}"),
@@ -120,7 +120,7 @@ def summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
             lowest, highest = summary["validation_loss_worker_min"], summary["validation_loss_worker_max"]
             rows.append(("validation loss of single workers", f"{lowest:.4f} to {highest:.4f}"))
         rows.append(("consensus distance of the workers", f"{summary['consensus_distance']:.3g}"))
-        if len(set(summary["local_steps"])) > 1:
+        if summary["local_steps"] != summary.get("local_steps_set", summary["local_steps"]):
             rows.append(("local steps of the last round", ", ".join(map(str, summary["local_steps"]))))
         if "exchange_secs" in summary:
             rows.append(("seconds of the last exchange", spread(summary["exchange_secs"], ".3g")))
@@ -128,10 +128,10 @@ def summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("tokens/s", quantity(summary["tokens_per_sec"])),
         ("time", duration(summary["secs"])),
         ("parameters", f"{summary['parameters']:,}"),
-        ("workers", f"{summary['workers']}"),
-        ("bytes per worker and step (last step)", amount(sent)),
+        ("workers", workers),
+        (f"bytes per worker and step (last {unit})", amount(sent)),
         ("dense all-reduce would send", amount(dense)),
-        ("times fewer (last step)", _factor(dense, sent)),
+        (f"times fewer (last {unit})", _factor(dense, sent)),
         ("bytes per worker, whole run", amount(summary["bytes_sent_total"])),
         ("times fewer, whole run", _factor(summary["dense_bytes_total"], summary["bytes_sent_total"])),
     ]
@@ -152,18 +152,18 @@ def run_figure(run: RunResults) -> Figure:
     drawn = [
         (panel, curves)
         for panel in PANELS
-        if (curves := [c for c in panel.curves if metrics.series(run.records, c[0])[0]])
+        if _belongs(panel, run) and (curves := [c for c in panel.curves if _has(run, c[0])])
     ]
     rows = max(1, (len(drawn) + 1) // 2)
     figure = Figure(figsize=(11, 3.6 * rows), layout="constrained")
     for number, (panel, curves) in enumerate(drawn):
         axes = figure.add_subplot(rows, 2, number + 1)
-        series = [(label, *metrics.series(run.records, key)) for key, label in curves]
+        series, meaning = [(label, *metrics.series(run.records, key)) for key, label in curves], panel.meaning
         if panel.by_worker:
             (label, steps, lists) = series[0]
             if any(len(set(values)) > 1 for values in lists):
                 _picture(axes, label, steps, lists)
-                series = []
+                series, meaning = [], f"One row for each worker. {meaning}"
             else:
                 series = [(label, steps, [values[0] for values in lists])]
         largest = 0.0
@@ -172,12 +172,22 @@ def run_figure(run: RunResults) -> Figure:
             largest = max([largest, *(value for value in values if math.isfinite(value))])
         if series:
             _scale(axes, panel.title, largest)
-        axes.set(title=panel.title, xlabel="step\n" + textwrap.fill(panel.meaning, 72))
+        axes.set(title=panel.title, xlabel="step\n" + textwrap.fill(meaning, 72))
         axes.xaxis.label.set_fontsize("small")
         axes.grid(alpha=0.3)
-        if len(curves) > 1:
+        if len(curves) > _MOST_INSIDE:
+            axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), borderaxespad=0.0, fontsize="small")
+        elif len(curves) > 1:
             axes.legend(framealpha=0.6)
     return figure
+
+
+def _belongs(panel: Panel, run: RunResults) -> bool:
+    return (not panel.needs or _has(run, panel.needs)) and not (panel.unless and _has(run, panel.unless))
+
+
+def _has(run: RunResults, key: str) -> bool:
+    return any(key in record for record in run.records)
 
 
 def _picture(axes: Axes, label: str, steps: list[int], lists: list[list[float]]) -> None:

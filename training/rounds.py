@@ -21,7 +21,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 import gasloc_jax
 import models
 import scape_jax
-from training._pace import Pace, gathered
+from training._pace import Pace
+from training._processes import gathered
 from training.data import BatchLoader
 from training.evaluate import evaluate_each
 from training.mesh import AXIS_NAME, WORKER_AXIS
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 class Rounds:
     """`Method` of an outer optimizer: params are those of every worker, (W, *shape), opt_state is the rest of the state."""
 
+    unit = "round"
+
     def __init__(self, setup: Setup):
         config = setup.config
         self._config, self._outer, self._round = config, config.outer, setup.step
@@ -45,6 +48,8 @@ class Rounds:
         self._tx = setup.tx
         self._island_bytes = 0.0
         self._left_out = 0
+        self._last_steps = self._outer.steps_per_round  # nominal ones, of the last round
+        self._told: set[int] = set()  # workers whose first loss was told
         self._note: Callable[[str], Any] = lambda text: None
         self._counts: list[int] = []  # of the round that was read last
         self._round_bytes = self._round.wire_bytes(self._params)
@@ -84,13 +89,11 @@ class Rounds:
         return min(self._outer.steps_per_round, self._config.run.steps - step)
 
     def read(self, loader: BatchLoader, steps: int) -> Any:
-        """(W, H_max, batch, length + 1), always of one shape: what no worker takes is left zero."""
+        """(W, H, batch, length + 1), always of one shape: what no worker takes is left zero."""
         self._counts = [min(count, steps) for count in self.local_steps]
-        if steps == self._outer.steps_per_round:
-            self._counts = list(self.local_steps)  # which may be above the nominal number
-        else:
+        if steps != self._outer.steps_per_round:
             self._note(f"the last round takes the {steps} steps that are left")
-        taken, most = max(self._counts), self._outer.most
+        taken, most = max(self._counts), self._outer.steps_per_round
         read = [next(loader) for _ in range(taken)]
         rows = len(read[0]["tokens"])
         here = self._here
@@ -117,26 +120,49 @@ class Rounds:
         rows = self._config.data.global_batch // self._workers
         known["tokens"] = sum(counts) * rows * self._config.data.length
         per_worker = {name: measured[name] for name in ("loss", "grad_norm", "clip_factor")}
-        figures = self._figures(
-            per_worker, state.steps, state.skipped, optax.tree.get(state.inner, "stats").skipped
-        )
+        per_worker["dropped"] = measured["skipped"]
+        figures = self._figures(per_worker, state.steps, state.skipped, _skipped(state))
         if self._waits:
             jax.block_until_ready(figures)
         return *_split(state), {"figures": figures, **known}
 
     def collect(self, window: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Communicates 20 bytes a worker and round."""
+        """Communicates 28 bytes a worker and round."""
         names, dtypes = zip(*((name, x.dtype) for name, x in window[0]["figures"].items()), strict=True)
         mine = np.array(
             [[_own(measured["figures"][name]) for name in names] for measured in window], np.int32
         )
         whole = gathered(np.ascontiguousarray(mine.transpose(2, 0, 1)))  # (W, rounds, figures)
-        collected = []
+        collected: list[dict[str, Any]] = []
+        lost: set[int] = set()
         for i, measured in enumerate(window):
             found = {name: whole[:, i, k].view(dtypes[k]) for k, name in enumerate(names)}
             known = {name: value for name, value in measured.items() if name != "figures"}
-            collected.append(_over_workers(found) | known)
+            sound = _sound(found)
+            lost |= set(np.flatnonzero(~sound).tolist())
+            self._tell_lost(np.flatnonzero(~sound).tolist(), found["dropped"])
+            collected.append(_over_workers(found, sound) | known | {"dropped_workers": sorted(lost)})
         return collected
+
+    def _tell_lost(self, lost: list[int], dropped: np.ndarray) -> None:
+        """Once for each worker: later ones are in metrics.jsonl."""
+        for n in lost:
+            if n not in self._told:
+                what = "parameters not finite, its round was dropped"
+                if not dropped[n]:
+                    what = "a gradient was not finite, and its inner optimizer skipped the step"
+                self._note(f"worker {n}: {what}")
+                self._told.add(n)
+
+    def failure(self, step: int, opt_state: Any) -> str | None:
+        found = (opt_state.round, opt_state.skipped, opt_state.steps, _skipped(opt_state))
+        rounds, dropped, steps, skipped = gathered(np.stack([_own(x) for x in found], axis=1)).T
+        if np.any((dropped < rounds) & (skipped < steps)):
+            return None
+        return (
+            f"every round of every worker was dropped, or all its steps skipped: in {rounds.max()} rounds none had finite "
+            "gradients and parameters. Use a smaller --schedule.learning_rate, and look at the data."
+        )
 
     def sent(self, step: int, steps: int) -> Sent:
         line: dict[str, Any] = {"wire_bytes": self._round_bytes}
@@ -147,12 +173,13 @@ class Rounds:
             ]
             self._island_bytes += sum(inner)
             line["island_bytes_total"] = self._island_bytes
+        self._last_steps = steps
         if len(set(self.local_steps)) > 1 or self._left_out:
             line["sequences_left_out"] = self._left_out
         return Sent(self._round_bytes, steps * self._dense_bytes, line)
 
     def sent_per_step(self, step: int) -> Sent:
-        return Sent(self._round_bytes / self._outer.steps_per_round, self._dense_bytes, {})
+        return Sent(self._round_bytes / self._last_steps, self._dense_bytes, {})
 
     def telemetry(self, opt_state: Any) -> dict[str, Any]:
         """Means over the islands of SCAPE's figures; of max_age the largest. A few scalars are communicated."""
@@ -192,11 +219,13 @@ class Rounds:
         return self._pace.get_state() | {
             "island_bytes": self._island_bytes,
             "sequences_left_out": self._left_out,
+            "last_steps": self._last_steps,
         }
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         self._pace.set_state(state)
         self._island_bytes, self._left_out = state["island_bytes"], state["sequences_left_out"]
+        self._last_steps = state["last_steps"]
 
     def _timed(
         self, state: gasloc_jax.RoundState, batch: Any, counts: list[int]
@@ -228,8 +257,15 @@ def _telemetry(inner: Any) -> dict[str, Any]:
 
 
 def _figures(per_worker: dict, steps: Any, dropped: Any, skipped: Any) -> dict[str, Any]:
-    """Of every worker, (W,) each; `skipped` counts what it dropped: rounds, and steps of the inner optimizer."""
-    return per_worker | {"skipped": dropped + skipped, "updates": steps - skipped}
+    """Of every worker, (W,) each; `dropped` is of this round, the others count over the run: dropped rounds, and steps that
+    the inner optimizer skipped and took.
+    """
+    return per_worker | {"skipped": dropped, "skipped_steps": skipped, "updates": steps - skipped}
+
+
+def _skipped(state: Any) -> jax.Array:
+    """Steps that each worker's inner optimizer skipped, (W,)."""
+    return optax.tree.get(state.inner, "stats").skipped
 
 
 def _own(x: jax.Array) -> np.ndarray:
@@ -238,13 +274,21 @@ def _own(x: jax.Array) -> np.ndarray:
     return np.concatenate([np.asarray(shards[start]) for start in sorted(shards)]).view(np.int32)
 
 
-def _over_workers(found: dict[str, np.ndarray]) -> dict[str, Any]:
-    """Scalars for the log from numbers of each worker."""
-    loss = found["loss"]
+def _sound(found: dict[str, np.ndarray]) -> np.ndarray:
+    """Which workers had a round of finite numbers that counts, (W,)."""
+    return np.isfinite(found["loss"]) & np.isfinite(found["grad_norm"]) & (found["dropped"] == 0)
+
+
+def _over_workers(found: dict[str, np.ndarray], sound: np.ndarray) -> dict[str, Any]:
+    """Scalars for the log from numbers of each worker: figures of the workers with a sound round, NaN where none has one;
+    what was dropped and skipped of all.
+    """
+    of_sound = lambda name: found[name][sound] if sound.any() else np.full(1, np.nan, np.float32)  # noqa: E731
     return {
-        **{name: x.mean() for name, x in found.items() if name not in ("skipped", "updates")},
-        "loss_worker_min": loss.min(),
-        "loss_worker_max": loss.max(),
+        **{name: of_sound(name).mean() for name in ("loss", "grad_norm", "clip_factor")},
+        "loss_worker_min": of_sound("loss").min(),
+        "loss_worker_max": of_sound("loss").max(),
         "skipped": found["skipped"].sum(),
+        "skipped_steps": found["skipped_steps"].sum(),
         "updates": found["updates"].max(),
     }

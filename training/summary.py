@@ -8,11 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import models
 from training import preflight
+from training.config import Config
 from training.evaluate import Evaluation
 from training.outer import growth_warning, make_outer
 from training.progress import amount
 
-_ROUNDS = ("local_steps", "local_secs", "exchange_secs", "sequences_left_out", "island_bytes_total")
+_ROUNDS = (
+    "local_steps", "local_secs", "exchange_secs", "sequences_left_out", "island_bytes_total", "skipped_steps",
+)  # fmt: skip
 
 if TYPE_CHECKING:
     from training.train import Setup, State
@@ -62,15 +65,14 @@ def _rounds(setup: Setup, kind: str, optimizer: str) -> list[tuple[str, str]]:
         if isinstance(outer.local_steps, int)
         else f"{outer.local_steps} steps a round"
     )
-    adapted = f", adapted from {outer.fewest_steps} to {outer.most}" if outer.adapt else ""
+    adapted = f", adapted from {outer.fewest_steps} to {steps}" if outer.adapt else ""
     rows = [
         ("workers", f"{workers} islands of {data} x {kind}"),
         ("inner", f"{optimizer}, {sent} inside an island"),
         ("outer", f"{outer.name}, {whole}{adapted}; {make_outer(config).describe(params, workers)}"),
     ]
-    warning = growth_warning(config)
-    if warning:
-        rows.append(("WARNING", warning))
+    warnings = [growth_warning(config), _needless_mask(config)]
+    rows += [("WARNING", warning) for warning in warnings if warning]
     if outer.fragments > 1:
         a_round = amount(setup.step.wire_bytes(params))
         rows.append(
@@ -81,6 +83,16 @@ def _rounds(setup: Setup, kind: str, optimizer: str) -> list[tuple[str, str]]:
             ("last round", f"{config.run.steps % steps} steps, which are left after the whole rounds")
         )
     return rows
+
+
+def _needless_mask(config: Config) -> str | None:
+    """A sparse optimizer where there is nothing to send."""
+    if config.mesh.data > 1 or not config.optimizer.is_sparse:
+        return None
+    return (
+        f"in islands of one device nothing is sent inside, so {config.optimizer.name} holds entries back and saves no "
+        "bytes. Use --optimizer.name adamw, or islands of more devices (--mesh.data)."
+    )
 
 
 def summarise(setup: Setup, state: State, final: Evaluation, records: list[dict[str, Any]]) -> dict[str, Any]:
@@ -98,6 +110,7 @@ def summarise(setup: Setup, state: State, final: Evaluation, records: list[dict[
         "secs": state.totals["secs"],
         "parameters": setup.parameters,
         "workers": setup.config.mesh.devices,
+        **_islands(setup.config),
         "bytes_per_step": sent.total_bytes,
         "dense_bytes_per_step": sent.dense_bytes,
         "bytes_sent_total": state.totals["bytes_sent"],
@@ -105,4 +118,16 @@ def summarise(setup: Setup, state: State, final: Evaluation, records: list[dict[
         "skipped": logged[-1].get("skipped", 0),
         **final.disagreement,
         **{name: logged[-1][name] for name in _ROUNDS if name in logged[-1]},
+    }
+
+
+def _islands(config: Config) -> dict[str, Any]:
+    """Of a run in rounds what the report compares the last one with."""
+    if config.outer.name == "none":
+        return {}
+    mesh, outer = config.mesh, config.outer
+    return {
+        "islands": mesh.worker,
+        "island_devices": mesh.data,
+        "local_steps_set": outer.steps_of_each(mesh.worker),
     }

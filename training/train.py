@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import functools
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any, TextIO
@@ -23,17 +24,18 @@ import models
 import scape_jax
 from training import metrics, preflight, report, runs
 from training._log import RunLog
+from training._processes import CommonStop, from_first, is_first
 from training._signals import StopSignals
+from training._validation import bytes_so_far, record_validation, validate
 from training.checkpoint import Checkpoints
 from training.config import Config
-from training.data import EvalBatches, eval_batches, make_loader
-from training.evaluate import Evaluation, evaluate
+from training.data import make_loader
 from training.mesh import AXIS_NAME, WORKER_AXIS, make_mesh
 from training.method import DataParallel, Method
-from training.metrics import MetricsWriter
+from training.metrics import MetricsWriter, NoWriter
 from training.optimizers import make_optimizer
 from training.outer import make_round
-from training.progress import Progress, quantity
+from training.progress import Progress
 from training.rounds import Rounds
 from training.schedules import Schedule, make_schedule
 from training.summary import startup_text, summarise
@@ -86,12 +88,13 @@ class State:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """How a run ended: its summary, or the exit code of the signal that stopped it."""
+    """How a run ended: its summary (in the first process), the exit code of the signal that stopped it, or what failed."""
 
     folder: Path
     step: int
     summary: dict[str, Any] | None
     exit_code: int
+    failure: str | None = None
 
 
 def build(config: Config) -> Setup:
@@ -163,49 +166,18 @@ def _without_source(config: Config) -> Config:
     return dataclasses.replace(config, checkpoint=own)
 
 
-def validate(setup: Setup, state: State, batches: int, stop: StopSignals | None = None) -> Evaluation | None:
-    """Loss on up to `batches` batches of held-out text (0: all of it); None if a signal came in between.
-
-    In rounds it is that of the mean over workers, and their disagreement stands beside it.
-    """
-    method, own = setup.method, (jax.process_index(), jax.process_count())
-    held_out = _held_out(setup, batches, *own)
-    should_stop = (lambda: stop.received is not None) if stop else (lambda: False)
-    params = method.model(state.params, state.opt_state)
-    result = evaluate(setup.model, params, held_out, setup.mesh, setup.batch_axes, should_stop=should_stop)
-    if result is None:
-        return None
-    del params
-    held_out = _held_out(setup, batches, 0, 1)
-    found = method.disagreement(state.params, state.opt_state, held_out, should_stop)
-    if found is None:
-        return None
-    return dataclasses.replace(result, disagreement=found)
-
-
-def _held_out(setup: Setup, batches: int, process_index: int, process_count: int) -> EvalBatches:
-    config = setup.config
-    return eval_batches(
-        setup.data.validation,
-        config.data.global_batch // config.data.accumulate,
-        config.data.length,
-        batches or None,
-        num_workers=config.mesh.devices,
-        vocab_size=setup.model.vocab_size,
-        process_index=process_index,
-        process_count=process_count,
-    )
-
-
 def train(setup: Setup, folder: Path, *, resume: bool = False, out: TextIO | None = None) -> Outcome:
     """Runs the steps that are left, leaving metrics, checkpoints, summary.json and report.html in `folder`.
 
     A first Ctrl-C or SIGTERM ends the loop after the current step or round, with a checkpoint; a second one ends
-    the process.
+    the process. Several processes call it alike, with one folder that all see: the first writes and prints, and a signal to
+    any of them ends all at the next logged line. A run in which nothing was finite ends with exit code 1.
     """
     config, method, began = setup.config, setup.method, time.perf_counter()
     total, evaluate_every, save_every = config.run.steps, config.eval.every, config.checkpoint.every
     with contextlib.ExitStack() as stack:
+        if not is_first():
+            out = stack.enter_context(open(os.devnull, "w"))
         checkpoints = stack.enter_context(Checkpoints(folder, keep=config.checkpoint.keep))
         # A run that was stopped before its first checkpoint has nothing to go on from: it starts anew.
         going_on = resume and checkpoints.latest() is not None
@@ -216,24 +188,30 @@ def train(setup: Setup, folder: Path, *, resume: bool = False, out: TextIO | Non
                 f"run.steps must be at least the {state.step} steps that the run has taken, got {total}. "
                 "Use a larger --run.steps to go on."
             )
-        if state.step == total and (folder / report.SUMMARY_FILE).exists():
+        saved_summary = from_first(lambda: _text(folder / report.SUMMARY_FILE)) if state.step == total else ""
+        if saved_summary:
             print(f"{folder} is finished at step {total}; a larger --run.steps goes on with it.", file=out)
-            return Outcome(folder, total, json.loads((folder / report.SUMMARY_FILE).read_text()), 0)
+            return Outcome(folder, total, json.loads(saved_summary) if is_first() else None, 0)
         earlier_secs = state.totals["secs"]
-        if resume:
-            runs.save_config(
-                config, folder
-            )  # only once the checkpoint was found to fit: some settings may be new
-        writer = stack.enter_context(
-            MetricsWriter(folder, start_step=state.step, tensorboard=config.log.tensorboard)
-        )
-        progress = stack.enter_context(Progress(total, file=out))
-        stop = stack.enter_context(
-            StopSignals(
-                lambda number: progress.note("stopping after this step; once more to leave at once, unsaved"),
-                lambda: progress.console.show_cursor(True),
+        if resume and is_first():
+            # Only once the checkpoint was found to fit: some settings may be new.
+            runs.save_config(config, folder)
+        writer: MetricsWriter | NoWriter = NoWriter()
+        if is_first():
+            writer = stack.enter_context(
+                MetricsWriter(folder, start_step=state.step, tensorboard=config.log.tensorboard)
             )
+        progress = stack.enter_context(Progress(total, file=out))
+        if setup.in_rounds:
+            progress.local_steps = config.outer.steps_of_each(config.mesh.worker)
+        when = "after this" if jax.process_count() == 1 else "all processes after the next logged"
+        signals = StopSignals(
+            lambda number: progress.note(
+                f"stopping {when} {method.unit}; once more to leave at once, unsaved"
+            ),
+            lambda: progress.console.show_cursor(True),
         )
+        stop = CommonStop(stack.enter_context(signals))
         method.check(state.step, progress.note)
         progress.note(startup_text(setup, folder, state))
         first_step = state.step
@@ -263,11 +241,12 @@ def train(setup: Setup, folder: Path, *, resume: bool = False, out: TextIO | Non
 
             if _passed(config.log.every, before, state.step) or state.step == total:
                 telemetry = method.telemetry(state.opt_state) if config.log.telemetry else {}
-                log.line(state.step, {**_bytes(state), **sent.line, **method.times(), **telemetry})
+                log.line(state.step, {**bytes_so_far(state), **sent.line, **method.times(), **telemetry})
+                stop.agree()
             if _passed(evaluate_every, before, state.step) and state.step < total:
                 with log.pause():
                     result = validate(setup, state, config.eval.batches, stop)
-                    _record_validation(setup, state, result, writer, progress)
+                    record_validation(setup, state, result, writer, progress)
             if _passed(save_every, before, state.step) and state.step < total:
                 with log.pause():
                     state.totals["secs"] = earlier_secs + time.perf_counter() - began
@@ -277,46 +256,32 @@ def train(setup: Setup, folder: Path, *, resume: bool = False, out: TextIO | Non
         state.totals["secs"] = earlier_secs + time.perf_counter() - began
         save(setup, state, checkpoints)
         checkpoints.wait()  # nothing is promised below that is not on disk
+        stop.agree()
+        failure = method.failure(state.step, state.opt_state) if stop.received is None else None
+        if failure:
+            return Outcome(folder, state.step, None, 1, failure)
         final = validate(setup, state, config.eval.final_batches, stop) if stop.received is None else None
         if final is None:
             progress.note(f"saved step {state.step}; to go on: python scripts/pretrain.py --resume {folder}")
             return Outcome(folder, state.step, None, stop.exit_code)
-        _record_validation(setup, state, final, writer, progress)
+        record_validation(setup, state, final, writer, progress)
         state.totals["secs"] = earlier_secs + time.perf_counter() - began
+    if not is_first():
+        return Outcome(folder, state.step, None, 0)
     summary = summarise(setup, state, final, metrics.read(folder))
     (folder / report.SUMMARY_FILE).write_text(json.dumps(summary, indent=2) + "\n")
     report.write_report(folder)
     return Outcome(folder, state.step, summary, 0)
 
 
+def _text(path: Path) -> str:
+    """What a file holds; empty where there is none."""
+    return path.read_text() if path.exists() else ""
+
+
 def _passed(every: int, before: int, now: int) -> bool:
     """Whether a multiple of `every` lies in (before, now]; 0: never."""
     return bool(every) and now // every > before // every
-
-
-def _bytes(state: State) -> dict[str, float]:
-    return {"bytes_sent_total": state.totals["bytes_sent"], "dense_bytes_total": state.totals["dense_bytes"]}
-
-
-def _record_validation(
-    setup: Setup, state: State, result: Evaluation | None, writer: MetricsWriter, progress: Progress
-) -> None:
-    if result is None:  # a signal cut it short: half an average is not a result
-        return
-    record = {"step": state.step, "validation_loss": result.loss, "validation_perplexity": result.perplexity}
-    if setup.data.validation.tokenizer_name == "byte":
-        record["bits_per_byte"] = result.bits_per_token
-    apart = result.disagreement
-    writer.write({**record, **apart, **_bytes(state)})
-    told = f"step {state.step}  validation loss {result.loss:.4f} ({quantity(result.tokens)} tokens)"
-    if apart:
-        progress.consensus_distance = apart["consensus_distance"]
-        told += " of the mean model"
-        if "validation_loss_worker_min" in apart:
-            lowest, highest = apart["validation_loss_worker_min"], apart["validation_loss_worker_max"]
-            told += f", single workers {lowest:.4f} to {highest:.4f}"
-        told += f", consensus distance {apart['consensus_distance']:.3g}"
-    progress.note(told)
 
 
 def save(setup: Setup, state: State, checkpoints: Checkpoints) -> None:

@@ -1,6 +1,7 @@
 """Local steps that follow from times of all workers: what is waiting and what is the link, and what a checkpoint keeps."""
 
 import numpy as np
+import pytest
 
 import gasloc_jax
 from training._pace import ADAPT_EVERY, Pace
@@ -35,6 +36,23 @@ def test_slow_worker_takes_fewer_steps_though_others_wait_for_it():
     assert pace.choose(ROUNDS, seconds(pace, [0.1, 0.2], [0.01, 0.01], pace.local_steps)) is None
 
 
+def test_only_the_workers_relative_speed_counts():
+    """A loaded machine, or another one after a resume, changes the clock for all: that is no reason to take other steps."""
+    pace, resumed = make_pace(), make_pace()
+    for secs in (0.3, 0.1, 0.2, 0.01, 3.0):
+        assert pace.choose(ROUNDS, seconds(pace, [secs] * 4, [secs / 10] * 4, pace.local_steps)) is None
+    assert pace.local_steps == [4] * 4
+    for scale in (1.0, 7.0, 0.2):
+        step_secs = np.array([0.1, 0.1, 0.2, 0.4]) * scale
+        pace.choose(ROUNDS, seconds(pace, step_secs, [0.01 * scale] * 4, pace.local_steps))
+        assert pace.local_steps == [4, 4, 2, 1]
+        resumed.set_state(pace.get_state())
+        pace, resumed = resumed, make_pace()
+    assert pace.choose(ROUNDS, seconds(pace, [0.1] * 4, [0.01] * 4, pace.local_steps)).endswith(
+        "[4, 4, 2, 1] -> [4, 4, 4, 4]"
+    )
+
+
 def test_slow_link_costs_the_worker_that_has_it():
     """Partners of the slow link wait too, but not in every round."""
     pace = make_pace()
@@ -62,7 +80,9 @@ def test_times_since_the_last_choice_go_through_a_checkpoint():
     resumed.set_state(pace.get_state())
     assert resumed.get_state() == pace.get_state() and len(pace.get_state()["timed_rounds"]) == 3
     assert resumed.line() == {} and pace.line()["exchange_secs"] == [np.float32(3.1)] * 4
+    measured = []
+    resumed.choose = lambda rounds, secs: measured.append((rounds, secs[0, :, 1].tolist()))
     for number in range(4, 7):
         resumed.add(number, counts, 0.8, 2.0)
-    assert resumed.get_state()["target_secs"] == np.float32(0.4) + np.float32(1.1)
+    assert measured == [([1, 2, 3, 5, 6], pytest.approx([1.1, 2.1, 3.1, 2.0, 2.0]))]
     assert resumed.get_state()["timed_rounds"] == []

@@ -37,6 +37,9 @@ def test_time_left_follows_the_steps(monkeypatch):
 def test_skipped_steps_and_one_worker():
     progress = Progress(100, file=io.StringIO())
     assert progress.line({**RECORD, "skipped": 3}).endswith("3 skipped")
+    told = progress.line({**RECORD, "skipped": 2, "skipped_steps": 9})
+    assert told.endswith("2 rounds x workers dropped  9 steps x workers skipped")
+    assert "skipped" not in progress.line({**RECORD, "skipped": 2, "skipped_steps": 0})
     assert "sent" not in progress.line({**RECORD, "bytes_sent_total": 0, "dense_bytes_total": 0})
 
 
@@ -52,9 +55,13 @@ def test_numbers_for_people(function, value, text):
 
 
 def test_workers_in_rounds():
+    """Local steps stand there where they are not those of the settings, also where all workers have the same."""
     progress = Progress(100, file=io.StringIO())
+    progress.local_steps = [10, 10, 10]
     line = progress.line({**RECORD, "local_steps": [10, 7, 10], "exchange_secs": [0.251, 0.25, 6.0]})
     assert "  7 to 10 local steps  exchange 0.25 to 6 s  ? left" in line
     assert "  exchange 0.25 s  " in progress.line({**RECORD, "exchange_secs": [0.251, 0.25]})
     progress.consensus_distance = 1.234
-    assert "  consensus 1.2  " in progress.line({**RECORD, "local_steps": [10, 10]})
+    line = progress.line({**RECORD, "local_steps": [10, 10, 10]})
+    assert "  consensus 1.2  " in line and "local steps" not in line
+    assert "  3 local steps  " in progress.line({**RECORD, "local_steps": [3, 3, 3]})

@@ -119,11 +119,44 @@ def test_numbers_of_each_worker(tmp_path):
     summary = SUMMARY | {
         "consensus_distance": 1.0,
         "local_steps": steps[-1],
+        "local_steps_set": [10, 10, 10],
         "exchange_secs": [0.2, 0.2, 1.5],
+        "islands": 3,
+        "island_devices": 4,
+        "skipped": 2,
+        "skipped_steps": 0,
     }
     rows = dict(report.summary_rows(summary))
+    assert rows["workers"] == "3 islands of 4" and rows["steps"] == "40 (2 rounds x workers dropped)"
+    assert "times fewer (last round)" in rows and "bytes per worker and step (last round)" in rows
     assert rows["local steps of the last round"] == "10, 10, 5"
     assert rows["seconds of the last exchange"] == "0.2 to 1.5"
+    alike = dict(report.summary_rows(summary | {"local_steps": [3, 3, 3]}))
+    assert alike["local steps of the last round"] == "3, 3, 3"
+    as_set = dict(report.summary_rows(summary | {"local_steps": [10, 10, 10]}))
+    assert "local steps of the last round" not in as_set
+
+
+def test_plots_of_a_run_in_rounds(tmp_path):
+    """A gradient alone stood without a name over words on the residual; rows were told of where there were lines."""
+    run = report.read_run(make_run(tmp_path / "a"))
+    kept = [{k: v for k, v in r.items() if k not in ("residual_norm", "kept_norm")} for r in run.records]
+    for record in kept:
+        n = record["step"]
+        if "loss" in record:
+            record |= {"local_steps": [10, 10], "exchange_secs": [0.1, 0.2]}
+            record |= {"loss_worker_min": 5 - n / 20, "loss_worker_max": 5.2 - n / 20}
+        else:
+            record |= {"validation_loss_worker_min": 5.1 - n / 22, "validation_loss_worker_max": 5.3 - n / 22}
+    figure = report.run_figure(report.RunResults(run.folder, run.config, kept, {}))
+    figure.draw_without_rendering()
+    panels = {axes.get_title(): axes for axes in figure.axes}
+    assert "norms" not in panels and "residual" not in panels["norm of the gradient"].get_xlabel()
+    assert "One row for each" not in panels["local steps of each worker"].get_xlabel()
+    assert "One row for each" in panels["seconds of each worker's exchange"].get_xlabel()
+    single = panels["loss of single workers"]
+    legend, plot = single.get_legend().get_window_extent(), single.get_window_extent()
+    assert legend.x0 >= plot.x1 and legend.x1 <= figure.bbox.x1
 
 
 def test_label_names_the_optimizer_once(tmp_path):

@@ -3,6 +3,7 @@
 Compiling is what takes time, so one run of three rounds serves most tests.
 """
 
+import dataclasses
 import io
 import re
 import shutil
@@ -21,7 +22,7 @@ import scape_jax
 from tests import helpers
 from tests.training.runs_for_tests import pretrain, tiny, write_corpus
 from training import config as settings
-from training import metrics, runs
+from training import metrics, rounds, runs
 from training.checkpoint import Checkpoints
 from training.data import make_loader
 from training.outer import local_step, make_outer
@@ -129,6 +130,74 @@ def test_figures_of_a_round_wait_for_nobody(whole):
     assert not re.search("all-|collective|permute", program.as_text())
 
 
+def test_last_round_s_bytes_are_over_its_own_steps(whole):
+    """Two steps shared them, not four."""
+    _, setup, outcome, records, _ = whole
+    assert outcome.summary["bytes_per_step"] == 4 * setup.parameters / 2
+    assert outcome.summary["local_steps"] != outcome.summary["local_steps_set"] == [4, 4, 4, 3]
+    assert [r["skipped"] for r in records if "loss" in r] == [0, 0, 0]
+
+
+def test_worker_that_is_not_finite(corpus, tmp_path):
+    """Its round is dropped and named, once; the loss is that of the others. It was NaN for all."""
+    setup = build(in_rounds(corpus, run__steps=8))
+    loader = start(setup).loader
+    marked = [next(loader)["tokens"].reshape(4, 2, 33)[2] for _ in range(3)][-1]
+    loader.close()
+    plain = local_step(models.loss_fn(setup.model), setup.tx, 1)
+
+    def poisoned(params, state, batch):
+        params, state, measured = plain.step(params, state, batch)
+        bad = jnp.where(jnp.all(batch["tokens"] == marked), jnp.nan, 0.0)
+        return jax.tree.map(lambda x: x + bad, params), state, measured | {"loss": measured["loss"] + bad}
+
+    step = gasloc_jax.LocalStep(plain.init, poisoned)
+    setup = dataclasses.replace(
+        setup, step=gasloc_jax.make_round(step, make_outer(setup.config), setup.mesh, "worker")
+    )
+    folder = tmp_path / "run"
+    runs.new_folder(settings.update(setup.config, {"run.folder": str(folder)}))
+    out = io.StringIO()
+    outcome = train(setup, folder, out=out)
+    logged = [r for r in metrics.read(folder) if "loss" in r]
+    assert [(r["skipped"], r["dropped_workers"]) for r in logged] == [(1, [2]), (1, [])]
+    for r in logged:
+        assert r["loss_worker_min"] < r["loss"] < r["loss_worker_max"] and r["loss"] == r["loss_mean"]
+    assert out.getvalue().count("worker 2: parameters not finite, its round was dropped") == 1
+    assert "1 rounds x workers dropped" in out.getvalue() and outcome.summary["skipped"] == 1
+
+
+def test_figures_are_those_of_the_workers_that_count():
+    found = {
+        "loss": [1.0, np.nan, 3.0, 2.0], "grad_norm": [1.0, 1.0, np.inf, 3.0], "clip_factor": [1.0, 0.5, 0.5, 0.5],
+        "dropped": [0, 0, 0, 0], "skipped": [0, 0, 0, 0], "skipped_steps": [0, 2, 1, 0], "updates": [4, 2, 3, 4],
+    }  # fmt: skip
+    found = {name: np.array(x) for name, x in found.items()}
+    line = rounds._over_workers(found, rounds._sound(found))
+    assert [line[name] for name in ("loss", "grad_norm", "clip_factor")] == [1.5, 2.0, 0.75]
+    assert [line[name] for name in ("loss_worker_min", "loss_worker_max", "skipped_steps")] == [1.0, 2.0, 3]
+    assert rounds._sound(found | {"dropped": np.array([1, 0, 0, 0])}).tolist() == [False, False, False, True]
+    assert np.isnan(rounds._over_workers(found, np.zeros(4, bool))["loss_worker_max"])
+
+
+def test_run_that_trained_nobody_is_a_failure(whole):
+    _, setup, _, _, _ = whole
+    state = saved_state(setup, whole[0], 10).opt_state
+    assert setup.method.failure(10, state) is None
+    lost = state._replace(skipped=state.round)
+    assert "every round of every worker was dropped" in setup.method.failure(10, lost)
+    one = jax.device_put(np.array([3, 3, 2, 3], np.int32), state.round.sharding)
+    assert setup.method.failure(10, state._replace(skipped=one)) is None
+
+
+def test_scape_with_nothing_to_send_is_told_of(corpus):
+    told = [
+        startup_text(build(in_rounds(corpus, **change)), Path("run"), State(0, None, None, None, {}))
+        for change in ({}, {"optimizer__name": "scape"}, {"optimizer__name": "scape", "mesh__data": 2})
+    ]
+    assert ["saves no bytes. Use --optimizer.name adamw" in text for text in told] == [False, True, False]
+
+
 def test_report_shows_the_workers(whole):
     text = (whole[0] / "report.html").read_text()
     for words in ("loss of single workers", "consensus distance", "validation loss of single workers"):
@@ -225,7 +294,10 @@ def test_resume_in_a_new_process_is_bit_exact(whole, tmp_path):
         ({"outer.topology": "ring"}, "outer.topology: None -> 'ring'"),
         ({"outer.name": "noloco"}, "outer.name: 'gasloc' -> 'noloco'"),
         ({"outer.local_steps": 4}, "outer.local_steps: [4, 4, 4, 3] -> 4"),
-        ({"outer.name": "none", "mesh.worker": 1, "mesh.data": 4}, "mesh.worker: 4 -> 1"),
+        (
+            {"outer.name": "none", "outer.local_steps": 10, "mesh.worker": 1, "mesh.data": 4},
+            "mesh.worker: 4 -> 1",
+        ),
     ],
 )
 def test_resume_with_another_outer_optimizer_is_refused(whole, changes, message):
@@ -358,12 +430,14 @@ def test_every_name_makes_its_outer_optimizer(corpus, name, kind):
         ({"outer.learning_rate": -1}, r"outer.learning_rate must be finite and not negative"),
         ({"outer.name": "gaslok"}, r"outer.name must be one of .* Did you mean 'gasloc'"),
         ({"outer.name": "none"}, r"mesh.worker must be 1 without an outer optimizer, got 4"),
-        ({"outer.name": "dadam"}, r"outer.local_steps must be 1 for dadam, got 4"),
+        ({"outer.name": "none", "mesh.worker": 1, "outer.adapt": True},
+         r"outer.local_steps, outer.adapt must be left out .* got 4, True. .* --outer.local_steps 10 --outer.adapt False"),
+        ({"outer.name": "dadam"}, r"outer.local_steps must be 1 for dadam, got 4. Give --outer.local_steps 1, or"),
         ({"outer.name": "local_sgd", "outer.momentum": 0.5}, r"must be left out for local_sgd"),
         ({"outer.name": "diloco", "outer.topology": "ring"}, r"outer.topology must be complete for diloco, got ring"),
         ({"outer.drift_weight": "steps", "outer.fragments": 2}, r"outer.drift_weight must be uniform"),
         ({"outer.adapt": True, "outer.local_steps": [4, 4, 4, 4]}, r"must be one number with outer.adapt"),
-        ({"outer.adapt": True, "outer.most_steps": 3}, r"must be around outer.local_steps 4, got 1 and 3"),
+        ({"outer.adapt": True, "outer.fewest_steps": 5}, r"must be in \[1, outer.local_steps = 4\], got 5"),
         ({"outer.measure": True, "outer.delay": 1}, r"outer.delay must be 0 with outer.adapt or outer.measure"),
         ({"data.global_batch": 6}, r"mesh.worker x mesh.data x data.accumulate = 4 x 1 x 1, got 6"),
         ({"mesh.worker": 0}, r"mesh.worker must be at least 1, got 0"),

@@ -372,6 +372,16 @@ def test_skipped_step_is_counted_and_holds_the_schedule(corpus, tmp_path):
     assert outcome.summary["skipped"] == 1 and "1 skipped" in told
 
 
+def test_run_that_skipped_every_step_is_a_failure(corpus, tmp_path):
+    """It ended with 0 and a summary."""
+    config = tiny(corpus, mesh__data=1, run__steps=2, optimizer__name="adams")
+    nowhere = lambda params, batch: jnp.nan * without_gradient(params, batch)  # noqa: E731
+    outcome, records, _ = run(with_loss(build(config), nowhere), tmp_path / "run")
+    assert (outcome.exit_code, outcome.summary) == (1, None)
+    assert "all 2 steps were skipped" in outcome.failure
+    assert [r["skipped"] for r in records] == [1, 2]
+
+
 def test_one_worker_sends_nothing(corpus, tmp_path):
     setup = with_loss(
         build(tiny(corpus, mesh__data=1, run__steps=2, optimizer__name="adams")), without_gradient
