@@ -16,13 +16,14 @@ PYTHON := $(shell for p in python3 python3.11 python3.12 python3.13 python3.14 p
 endif
 
 .NOTPARALLEL:
-.PHONY: help demo test lint format clean
+.PHONY: help demo test lint format gpu-compile clean
 
 help:
 	@echo "make demo    train a small language model with SCAPE on 8 virtual workers (a few minutes, no GPU)"
 	@echo "make test    run the tests          (TESTS=tests/models PYTEST_FLAGS=-x)"
 	@echo "make lint    ruff and mypy"
 	@echo "make format  let ruff repair and lay out the code"
+	@echo "make gpu-compile  fetch the GPU compiler that tests/gpu_compile uses (700 MB, no GPU needed)"
 	@echo "make clean   remove environments and caches; runs/ is kept"
 
 demo: $(VENV)/.installed-test
@@ -40,6 +41,19 @@ format: $(VENV)/.installed-dev
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
+# XLA's GPU compiler for the JAX of $(VENV), and the ptxas and libdevice that it needs, in a folder of their own: nothing of
+# it is installed, so that no other test sees a GPU plugin. Elsewhere: GPU_COMPILE_DIR=... for this and for the tests.
+GPU_COMPILER = jax-cuda13-pjrt jax-cuda13-plugin nvidia-cuda-nvcc nvidia-nvvm
+GPU_UNUSED = bin/nvcc bin/nvlink bin/cudafe++ bin/fatbinary nvvm/bin lib
+gpu-compile: $(VENV)/.installed-test
+	@folder="$${GPU_COMPILE_DIR:-.gpu-compile}/$$($(PY) -c 'import jax; print(jax.__version__)')"; \
+	[ "$$folder/.complete" -nt constraints.txt ] && exit; \
+	echo "Fetching the GPU compiler into $$folder" && \
+	rm -rf "$$folder" && \
+	$(PIP_INSTALL) --no-deps --target "$$folder" $(GPU_COMPILER) && \
+	(cd "$$folder/nvidia/cu13" && rm -rf $(GPU_UNUSED)) && \
+	touch "$$folder/.complete"
+
 # The stamp is younger than what it was made from, so the install runs again only when a dependency changes.
 # Without build isolation the pinned setuptools builds the package; an isolated build would fetch any version.
 $(VENV)/.installed-%: pyproject.toml constraints.txt
@@ -55,5 +69,5 @@ $(VENV)/.installed-%: pyproject.toml constraints.txt
 	@touch "$@"
 
 clean:
-	rm -rf .venv .venv-next build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-next .gpu-compile build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

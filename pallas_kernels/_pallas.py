@@ -24,7 +24,7 @@ def call(
     outputs: Sequence[tuple[int, jnp.dtype]],
     *,
     into: Mapping[int, jax.Array] | None = None,
-    num_warps: int = 4,
+    num_warps: int,
     interpret: bool = False,
 ) -> list[jax.Array]:
     """Runs kernel(*operand refs, *output refs) in `programs` programs, by Pallas' Triton lowering.
@@ -64,6 +64,11 @@ def call(
         compiler_params=plt.CompilerParams(num_warps=num_warps, num_stages=1),
         interpret=interpret,
     )(*arrays)
+
+
+def warps(block: int, entries_a_thread: int) -> int:
+    """Warps of a program that holds a block, so many entries in each thread's registers."""
+    return max(block // (32 * entries_a_thread), 1)
 
 
 def _equally_varying(arrays: list[jax.Array]) -> list[jax.Array]:

@@ -11,6 +11,8 @@ from jax.experimental.pallas import triton as plt
 from pallas_kernels import _pallas
 from pallas_kernels.bits.reference import num_words
 
+ENTRIES_A_THREAD = 32
+
 
 def _block_of(size: int, block: int) -> tuple[int, jax.Array, jax.Array]:
     """(number of blocks in a row of `size`, this program's row, its block)."""
@@ -44,6 +46,7 @@ def pack(mask: jax.Array, block: int, *, into: jax.Array | None = None, interpre
         [mask],
         [(total, jnp.uint32)],
         into=None if into is None else {0: into},
+        num_warps=_pallas.warps(block, ENTRIES_A_THREAD),
         interpret=interpret,
     )
     return out.reshape(*lead, words) if into is None else out
@@ -71,6 +74,7 @@ def unpack(
         [words],
         [(math.prod(lead) * size, jnp.bool_)],
         into=None if into is None else {0: into},
+        num_warps=_pallas.warps(block, ENTRIES_A_THREAD),
         interpret=interpret,
     )
     return out.reshape(*lead, size) if into is None else out

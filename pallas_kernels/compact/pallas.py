@@ -13,7 +13,8 @@ from pallas_kernels import _pallas
 from pallas_kernels._rows import Rows
 from pallas_kernels.compact.reference import NO_COLUMN
 
-NUM_WARPS = 8
+# 32 need twice the registers, which leaves room for fewer programs.
+ENTRIES_A_THREAD = 16
 
 
 def _fill_rest(out_ref: jax.Ref, words: jax.Array, row: jax.Array, rows: Rows, value: int) -> None:
@@ -50,7 +51,7 @@ def compact(
         [x, words],
         [(rows.kept, x.dtype)],
         into=None if into is None else {0: into},
-        num_warps=NUM_WARPS,
+        num_warps=_pallas.warps(rows.block, ENTRIES_A_THREAD),
         interpret=interpret,
     )
     return out
@@ -74,7 +75,7 @@ def scatter(
         [values, words],
         [(rows.size, buffer.dtype)],
         into={0: buffer},
-        num_warps=NUM_WARPS,
+        num_warps=_pallas.warps(rows.block, ENTRIES_A_THREAD),
         interpret=interpret,
     )
     return out
@@ -100,7 +101,7 @@ def indices(
         [words],
         [(rows.kept, jnp.uint16)],
         into=None if into is None else {0: into},
-        num_warps=NUM_WARPS,
+        num_warps=_pallas.warps(rows.block, ENTRIES_A_THREAD),
         interpret=interpret,
     )
     return out

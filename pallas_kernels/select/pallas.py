@@ -13,6 +13,8 @@ from jax.experimental.pallas import triton as plt
 from pallas_kernels import _pallas
 from pallas_kernels._rows import Rows
 
+# Fewer warps a row: each count of the search crosses them.
+ENTRIES_A_THREAD = 32
 # Bit pattern of infinity; what lies above it is NaN.
 _INFINITY = {"float32": 0x7F800000, "bfloat16": 0x7F80, "float16": 0x7C00}
 
@@ -100,6 +102,7 @@ def select(
         [x, *window],
         [(num_words, jnp.uint32)],
         into=None if into is None else {0: into},
+        num_warps=_pallas.warps(rows.block, ENTRIES_A_THREAD),
         interpret=interpret,
     )
     return out

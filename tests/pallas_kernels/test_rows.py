@@ -74,7 +74,17 @@ def leaves(draw, size, dtype=jnp.float32):
         pool = {
             "ties": [0x3F800000, 0xBF800000, 0, 0x80000000],
             "equal": [draw(st.integers(0, 2**32 - 1))],
-            "special": [0, 1, 0x00400000, 0x007F0000, 0x00800000, 0x7F7F0000, 0x7F800000, 0x7FC00000],
+            "special": [
+                0,
+                1,
+                0x00400000,
+                0x007F0000,
+                0x00800000,
+                0x7F7F0000,
+                0x7F800000,
+                0x7F810000,
+                0x7FC00000,
+            ],
         }[kind]
         bits = np.array(pool, np.uint32)[
             draw(hnp.arrays(np.int8, size, elements=st.integers(0, len(pool) - 1)))
@@ -220,10 +230,13 @@ def test_columns_and_back(data, rows):
     columns = in_every_form(compact.index_rows, words, size=rows.size, k=rows.k, block=rows.block)
     assert_bit_equal(columns, numpy_columns(mask, rows.block, rows.k))
     back = in_every_form(compact.mask_rows, columns, size=rows.size, block=rows.block)
-    first = numpy_scatter(
-        np.zeros(rows.size, bool), np.ones(rows.count * rows.k, bool), mask, rows.block, rows.k, rows.k
-    )
-    assert_bit_equal(back, numpy_pack(first))
+    assert_bit_equal(back, numpy_first(mask, rows))
+
+
+def numpy_first(mask, rows):
+    """The packed mask of the first k set bits of each row."""
+    ones = np.ones(rows.count * rows.k, bool)
+    return numpy_pack(numpy_scatter(np.zeros(rows.size, bool), ones, mask, rows.block, rows.k, rows.k))
 
 
 def test_bfloat16_and_the_default_block():
@@ -244,34 +257,36 @@ def test_bfloat16_and_the_default_block():
 # Outside of the buffers -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("every", [1, 40], ids=["more than is kept", "fewer than is kept"])
 @pytest.mark.parametrize("rows", CUTS[3:5], ids=str)
-def test_kernels_stay_inside_their_buffers(rows):
-    """Every mask bit set, so that each row has more than it keeps; what lies behind a buffer is NaN, inf or ones."""
-    ones = np.full(rows.words, 0xFFFFFFFF, np.uint32)
-    x = np.random.default_rng(0).standard_normal(rows.size).astype(np.float32)
-    mask = np.ones(rows.size, bool)
-    words_in = wide(ones, 0xFFFFFFFF)
+def test_kernels_stay_inside_their_buffers(rows, every):
+    """What lies behind a buffer is NaN, inf or ones. Too many set bits must not run over the end, nor what stands for
+    the missing ones where there are too few.
+    """
+    mask = np.arange(rows.size) % every == 0
+    words, x = numpy_pack(mask), np.random.default_rng(0).standard_normal(rows.size).astype(np.float32)
+    cut, all_k = (rows.block, rows.k, rows.keeps_last), (rows.block, rows.k, rows.k)
 
     def check(kernel, wanted, sentinel, *arrays, **static):
         into = wide(np.full(wanted.shape, sentinel, wanted.dtype), sentinel)
         got = np.asarray(kernel(*arrays, **static, into=into, interpret=True))
         assert_bit_equal(got, wide(wanted, sentinel))
 
-    check(bits.pallas.pack, numpy_pack(mask), 7, mask, block=rows.block)
-    check(bits.pallas.unpack, mask, False, ones, size=rows.size, block=rows.block)
-    wanted = numpy_pack(selected(x, [rows.k] * (rows.count - 1) + [rows.keeps_last], rows.block))
-    check(select.pallas.select, wanted, 7, wide(x, np.inf), rows=rows)
-    cut = rows.block, rows.k, rows.keeps_last
-    values = numpy_compact(x, mask, *cut)
-    check(compact.pallas.compact, values, 7.0, wide(x, np.nan), words_in, rows=rows)
-    columns = numpy_columns(mask, rows.block, rows.k)
-    every = Rows(rows.size, rows.block, rows.k, rows.k)
-    check(compact.pallas.indices, columns.reshape(-1), 7, words_in, rows=every)
-    wanted = numpy_pack(
-        numpy_scatter(
-            np.zeros(rows.size, bool), np.ones(columns.size, bool), mask, rows.block, rows.k, rows.k
-        )
+    check(bits.pallas.pack, words, 7, mask, block=rows.block)
+    check(bits.pallas.unpack, mask, False, words, size=rows.size, block=rows.block)
+    check(
+        select.pallas.select,
+        numpy_pack(selected(x, [rows.k] * (rows.count - 1) + [rows.keeps_last], rows.block)),
+        7,
+        wide(x, np.inf),
+        rows=rows,
     )
-    check(compact.pallas.mask, wanted, 7, wide(columns.reshape(-1), 0), rows=every)
-    got = compact.pallas.scatter(wide(x, 7.0), wide(values * 2, 9.0), words_in, rows=rows, interpret=True)
+    words = wide(words, 0xFFFFFFFF)
+    values = numpy_compact(x, mask, *cut)
+    check(compact.pallas.compact, values, 7.0, wide(x, np.nan), words, rows=rows)
+    columns = numpy_columns(mask, rows.block, rows.k)
+    listed = Rows(rows.size, *all_k)
+    check(compact.pallas.indices, columns.reshape(-1), 7, words, rows=listed)
+    check(compact.pallas.mask, numpy_first(mask, rows), 7, wide(columns.reshape(-1), 0), rows=listed)
+    got = compact.pallas.scatter(wide(x, 7.0), wide(values * 2, 9.0), words, rows=rows, interpret=True)
     assert_bit_equal(np.asarray(got), wide(numpy_scatter(x, values * 2, mask, *cut), 7.0))

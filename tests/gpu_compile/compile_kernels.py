@@ -1,0 +1,96 @@
+"""Compiles every kernel on its named shapes for sm_90, and all of them under shard_map; one line of JSON for each."""
+
+import functools
+import json
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from pallas_kernels.bits import arg_specs as bits_specs
+from pallas_kernels.bits import pack_rows, unpack_rows
+from pallas_kernels.compact import arg_specs as compact_specs
+from pallas_kernels.compact import compact_rows, index_rows, mask_rows, scatter_rows
+from pallas_kernels.select import arg_specs as select_specs
+from pallas_kernels.select import select_rows
+from tests.gpu_compile import deviceless
+from tests.gpu_compile.hlo import entry_operations
+
+
+def select_window(x: Any, k: Any, first_row: Any, **options: Any) -> jax.Array:
+    return select_rows(x, k, first_row=first_row, **options)
+
+
+# What is called, the name of its kernel, and with what.
+CALLS = [
+    (pack_rows, "pack_rows", bits_specs.PACK_ROWS),
+    (unpack_rows, "unpack_rows", bits_specs.UNPACK_ROWS),
+    (select_rows, "select_rows", select_specs.SELECT_ROWS),
+    (select_window, "select_rows", select_specs.SELECT_WINDOW),
+    (compact_rows, "compact_rows", compact_specs.COMPACT_ROWS),
+    (scatter_rows, "scatter_rows", compact_specs.SCATTER_ROWS),
+    (index_rows, "index_rows", compact_specs.INDEX_ROWS),
+    (mask_rows, "mask_rows", compact_specs.MASK_ROWS),
+]
+SHARDED = ("sharded", "sharded_check_vma")
+
+
+def sharded(mesh: Mesh, check_vma: bool) -> Any:
+    """One worker's part of an exchange: select, gather the masks' columns, sum the kept entries, put them back."""
+
+    def body(x, k):
+        worker = jax.lax.axis_index("worker")
+        words = select_rows(x, k, first_row=worker, num_rows=1, implementation="pallas")
+        columns = index_rows(words, 4096, 41, implementation="pallas")
+        columns = jax.lax.all_gather(columns, "worker", tiled=True, to="invarying")
+        shared = mask_rows(columns, x.size, implementation="pallas")
+        kept = jax.lax.psum(compact_rows(x, shared, 41, implementation="pallas"), "worker")
+        return scatter_rows(x, kept, shared, 41, implementation="pallas")
+
+    own, shared = PartitionSpec("worker"), PartitionSpec()
+    mapped = jax.shard_map(body, mesh=mesh, in_specs=(own, shared), out_specs=own, check_vma=check_vma)
+    return jax.jit(mapped, donate_argnums=0)
+
+
+def main() -> None:
+    one = Mesh(np.array(deviceless.devices(1)), ("one",))
+    for function, _, specs in CALLS:
+        for name, call in specs.items():
+            # The buffer of scatter_rows is the only array that a kernel writes in place.
+            donated = (0,) if function is scatter_rows else ()
+            jitted = jax.jit(functools.partial(function, **call.static), donate_argnums=donated)
+            sharding = NamedSharding(one, PartitionSpec())
+            arrays = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding) for a in call.arrays]
+            report(function.__name__, name, one, jitted, *arrays)
+    eight = Mesh(np.array(deviceless.devices(8)), ("worker",))
+    x = jax.ShapeDtypeStruct(
+        (8 * 8 * 4096,), np.float32, sharding=NamedSharding(eight, PartitionSpec("worker"))
+    )
+    k = jax.ShapeDtypeStruct((), np.int32, sharding=NamedSharding(eight, PartitionSpec()))
+    for name in SHARDED:
+        jitted = sharded(eight, name == "sharded_check_vma")
+        report(name, "8 workers", eight, jitted, x, k)
+
+
+def report(op: str, spec: str, mesh: Mesh, jitted: Any, *arrays: Any) -> None:
+    line: dict[str, Any] = {"op": op, "spec": spec}
+    try:
+        compiled = deviceless.compile_on(mesh, jitted, *arrays)
+    except Exception as error:  # one kernel that does not compile must not hide the others
+        line["error"] = f"{type(error).__name__}: {error}"[:2000]
+    else:
+        memory = compiled.memory_analysis()
+        line["operations"] = [operation.name for operation in entry_operations(compiled.as_text())]
+        line["temp_bytes"], line["alias_bytes"] = memory.temp_size_in_bytes, memory.alias_size_in_bytes
+    line["kernels"] = deviceless.ptxas_reports()
+    print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    for line in deviceless.run("tests.gpu_compile.compile_kernels"):
+        for kernel, numbers in {
+            **line["kernels"],
+            **({"error": line["error"]} if "error" in line else {}),
+        }.items():
+            print(f"{line['op']:18} {line['spec']:22} {kernel:24}", numbers)
