@@ -42,7 +42,7 @@ def check_topology(value: Any) -> None:
     name = value if isinstance(value, str) else getattr(value, "__name__", "")
     if name in ("random_pairs", "random_ring", "ring", "exponential", "complete"):
         call = f"{name}()"
-    elif name == "mixing_matrix" or np.ndim(value) > 0:
+    elif name == "mixing_matrix" or isinstance(value, list | tuple) or hasattr(value, "shape"):
         call = "mixing_matrix(your matrix)"
     given = f"the function {name}" if inspect.isroutine(value) else repr(value)
     raise TypeError(f"topology must be a gasloc_jax.Topology, got {given}. Write topology=gasloc_jax.{call}.")

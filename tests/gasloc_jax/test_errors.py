@@ -73,9 +73,11 @@ def test_bad_setting(make, name, must, todo, value):
         (gj.ring, ("got the function ring", "Write topology=gasloc_jax.ring()")),
         (gj.mixing_matrix, ("got the function mixing_matrix", "gasloc_jax.mixing_matrix(your matrix)")),
         ([[0.5, 0.5], [0.5, 0.5]], ("got [[0.5", "gasloc_jax.mixing_matrix(your matrix)")),
+        ([[1.0], [0.5, 0.5]], ("got [[1.0], [0.5", "gasloc_jax.mixing_matrix(your matrix)")),
+        (np.eye(2), ("got array([[1.", "gasloc_jax.mixing_matrix(your matrix)")),
         (gj.ring().build(3), ("got Pool(", "Write topology=gasloc_jax.")),
     ],
-    ids=["name", "axis", "uncalled", "uncalled matrix", "matrix", "pool"],
+    ids=["name", "axis", "uncalled", "uncalled matrix", "matrix", "ragged", "array", "pool"],
 )
 @pytest.mark.parametrize("make", [gj.gasloc, gj.nesterov_gossip, gj.noloco, gj.local_dadam, gj.dadam])
 def test_what_is_no_topology(make, given, parts):
