@@ -39,14 +39,10 @@ def _leave(number: int, frame: object) -> None:
     os._exit(128 + number)
 
 
-def _leave_on_signals() -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _leave)
-
-
 if __name__ == "__main__":
     # Before the imports, which take seconds; an exception there, or inside JAX's start, would end in a traceback.
-    _leave_on_signals()
+    for _number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(_number, _leave)
 
 import jax
 import tyro
@@ -109,10 +105,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Returns the exit code."""
     try:
         config, resumed = parse(sys.argv[1:] if arguments is None else arguments)
-        processes = join()
-        if processes > 1:
-            _leave_on_signals()  # JAX's own handler of SIGTERM has come instead
-        mesh = config.mesh
+        processes, mesh = join(), config.mesh
         prepare_devices(mesh.data, mesh.platform, islands=mesh.worker, processes=processes)
         require_same("the settings", json.dumps(settings.dotted(config)))
         setup = build(config)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import signal
 from collections.abc import Callable, Mapping
 
 import jax
@@ -27,7 +28,8 @@ def join(environment: Mapping[str, str] = os.environ) -> int:
     """Joins the group that the environment describes and returns its number of processes; 1 where it describes none.
 
     Three variables say it: JAX_COORDINATOR_ADDRESS, host:port of process 0, JAX_NUM_PROCESSES and JAX_PROCESS_ID. A Slurm
-    step of several tasks says it itself. Must be called before JAX starts; it waits until all processes are there.
+    step of several tasks says it itself. Must be called before JAX starts, in the main thread; it waits until all processes
+    are there, and after five minutes JAX ends the process.
 
     Raises:
       ValueError: only some of the variables are set, one of them is no such number, or the others did not come in time.
@@ -35,7 +37,7 @@ def join(environment: Mapping[str, str] = os.environ) -> int:
     given = {name: environment[name] for name in _GIVEN if environment.get(name)}
     slurm = _slurm_tasks(environment)
     if set(given) <= {_GIVEN[0]} and slurm > 1:  # JAX reads the rest, and an address, by itself
-        _initialize(f"{slurm} Slurm tasks")
+        _initialize(f"{slurm} Slurm tasks", environment["SLURM_PROCID"] == "0")
         return slurm
     if not given:
         return 1
@@ -54,7 +56,7 @@ def join(environment: Mapping[str, str] = os.environ) -> int:
         raise ValueError(
             f"{_GIVEN[2]} must be in 0..{_GIVEN[1]} - 1 = {count - 1}, got {index}. Count the processes from 0."
         )
-    _initialize(f"{count} processes at {address}", address, count, index)
+    _initialize(f"{count} processes at {address}", index == 0, address, count, index)
     return count
 
 
@@ -148,7 +150,11 @@ def _whole(name: str, text: str) -> int:
         raise ValueError(f"{name} must be a whole number, got {text!r}. Write digits.") from None
 
 
-def _initialize(who: str, *arguments: str | int) -> None:
+def _initialize(who: str, first: bool, *arguments: str | int) -> None:
+    if first:
+        print(f"waiting for {who} ...", flush=True)
+    # The wait is one call, in which Python runs no handlers; and JAX leaves one of its own for SIGTERM.
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         jax.distributed.initialize(*arguments)  # type: ignore[arg-type]
     except RuntimeError as error:
@@ -156,3 +162,6 @@ def _initialize(who: str, *arguments: str | int) -> None:
             f"{who} must find each other, got: {str(error).splitlines()[0][:300]}. Start all of them within five minutes, "
             "with the address of process 0."
         ) from error
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
