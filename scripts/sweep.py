@@ -6,7 +6,8 @@
 
 Every point trains the model of scripts/bench_gossip.py with the same data and tokens; the outer step is optax's Nesterov
 (complete is DiLoCo). A finished point is one line of sweep.jsonl and is not run again, also where the grid has grown.
-Writes a table of all points, best first (sweep.md), and a heat-map (sweep.png): the lowest loss over all other settings.
+Writes a table of all points, best first (sweep.md), and heat-maps (sweep.png), one for each topology: the lowest loss over
+all other settings.
 """
 
 import dataclasses
@@ -72,10 +73,12 @@ class Settings(Task):
     """Who meets in a round."""
     workers: tuple[int, ...] = (8,)
     """Virtual workers; they share the same global batch."""
-    rows: Axis = "topology"
-    """Down the heat-map."""
+    rows: Axis = "momentum"
+    """Down a heat-map."""
     columns: Axis = "outer_learning_rate"
-    """Across the heat-map."""
+    """Across a heat-map."""
+    panels: Axis = "topology"
+    """One heat-map for each value of this; rows and columns come first."""
 
     def grid(self) -> list[Point]:
         lists = (
@@ -148,22 +151,34 @@ def heat(
     return down, across, np.where(np.isfinite(lowest), lowest, np.nan)
 
 
-def picture(results: dict[Point, dict[str, Any]], rows: Axis, columns: Axis) -> Figure:
-    """The heat-map, each field with its number."""
-    down, across, lowest = heat(results, rows, columns)
-    drawing = Figure(figsize=(2.5 + 1.3 * len(across), 2 + 0.7 * len(down)), layout="constrained")
-    axes = drawing.subplots()
-    image = axes.imshow(np.ma.masked_invalid(lowest), cmap="viridis_r", aspect="auto")
-    finite = lowest[np.isfinite(lowest)]
-    middle = (finite.min() + finite.max()) / 2 if finite.size else 0.0
-    for i, j in np.ndindex(*lowest.shape):
-        color = "white" if lowest[i, j] > middle else "black"
-        text = f"{lowest[i, j]:.3f}" if np.isfinite(lowest[i, j]) else "-"
-        axes.text(j, i, text, ha="center", va="center", color=color)
-    axes.set_xticks(range(len(across)), [str(x) for x in across])
-    axes.set_yticks(range(len(down)), [str(x) for x in down])
-    axes.set(xlabel=columns.replace("_", " "), ylabel=rows.replace("_", " "), title="lowest validation loss")
-    drawing.colorbar(image, label="nats per byte")
+def picture(results: dict[Point, dict[str, Any]], rows: Axis, columns: Axis, panels: Axis) -> Figure:
+    """A heat-map for each value of `panels`, with one scale of colours and a number in each field."""
+    split = panels not in (rows, columns)
+    values = list(dict.fromkeys(getattr(p, panels) for p in results)) if split else [None]
+    parts = [{p: r for p, r in results.items() if not split or getattr(p, panels) == v} for v in values]
+    maps = [heat(part, rows, columns) for part in parts]
+    losses = np.concatenate([lowest.ravel() for _, _, lowest in maps])
+    losses = losses[np.isfinite(losses)] if np.isfinite(losses).any() else np.zeros(1)
+    width, height = max(len(across) for _, across, _ in maps), max(len(down) for down, _, _ in maps)
+    drawing = Figure(figsize=(2.5 + len(maps) * (0.6 + 1.1 * width), 2 + 0.7 * height), layout="constrained")
+    all_axes = drawing.subplots(1, len(maps), squeeze=False)[0]
+    for axes, value, (down, across, lowest) in zip(all_axes, values, maps, strict=True):
+        image = axes.imshow(
+            np.ma.masked_invalid(lowest),
+            cmap="viridis_r",
+            aspect="auto",
+            vmin=losses.min(),
+            vmax=losses.max(),
+        )
+        for i, j in np.ndindex(*lowest.shape):
+            color = "white" if lowest[i, j] > (losses.min() + losses.max()) / 2 else "black"
+            text = f"{lowest[i, j]:.3f}" if np.isfinite(lowest[i, j]) else "-"
+            axes.text(j, i, text, ha="center", va="center", color=color)
+        axes.set_xticks(range(len(across)), [str(x) for x in across])
+        axes.set_yticks(range(len(down)), [str(x) for x in down])
+        title = f"{panels.replace('_', ' ')}: {value}" if split else None
+        axes.set(xlabel=columns.replace("_", " "), ylabel=rows.replace("_", " "), title=title)
+    drawing.colorbar(image, ax=all_axes, label="lowest validation loss, nats per byte")
     return drawing
 
 
@@ -188,7 +203,9 @@ def main(settings: Settings) -> None:
     results = {point: done[point] for point in grid}
     text = table(settings, results)
     (settings.out / "sweep.md").write_text(f"# Sweep\n\n{text}")
-    picture(results, settings.rows, settings.columns).savefig(settings.out / "sweep.png", dpi=110)
+    picture(results, settings.rows, settings.columns, settings.panels).savefig(
+        settings.out / "sweep.png", dpi=110
+    )
     console.print(text, markup=False, soft_wrap=True)
 
 

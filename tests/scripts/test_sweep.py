@@ -23,7 +23,9 @@ def settings(source, out, **changes):
     grid = dict(
         local_steps=(2,), outer_learning_rates=(0.7,), momenta=(0.0, 0.9), topologies=("ring",), workers=(2,)
     )
-    return sweep.Settings(**(TINY | grid | {"source": source, "out": out, "columns": "momentum"} | changes))
+    return sweep.Settings(
+        **(TINY | grid | {"source": source, "out": out, "rows": "topology", "columns": "momentum"} | changes)
+    )
 
 
 def test_sweep_goes_on_and_grows(source, tmp_path, capsys):
@@ -69,7 +71,13 @@ def test_heat_map_is_the_lowest_over_the_other_axes():
     down, across, lowest = sweep.heat(results, "topology", "local_steps")
     assert (down, across) == (["ring", "complete"], [10, 30])
     np.testing.assert_array_equal(lowest, [[1.5, np.nan], [3.0, np.nan]])
-    sweep.picture(results, "topology", "local_steps")
+    sweep.picture(results, "topology", "local_steps", "topology")
+    panels = sweep.picture(results, "momentum", "local_steps", "topology").axes
+    assert [axes.get_title() for axes in panels] == [
+        "topology: ring",
+        "topology: complete",
+        "",
+    ]  # last: colours
 
 
 @pytest.mark.parametrize(
