@@ -28,8 +28,8 @@ CASES = {
     ),
     "diloco": lambda: (gj.diloco(axis_name="worker"), {}),
 }
-# Two and three processes take two cases each: starting and compiling is what costs.
-CASES_OF = {2: ("pairs", "diloco"), 3: ("pairs", "ring int8 fragments")}
+# Few cases for each number of processes: starting and compiling is what costs.
+CASES_OF = {2: ("pairs", "diloco"), 3: ("pairs", "ring int8 fragments"), 4: ("pairs",)}
 
 
 def run(name: str, num_workers: int) -> tuple[gj.Round, gj.RoundState]:

@@ -37,7 +37,7 @@ def start(num_processes: int, folder: Path) -> list[subprocess.Popen]:
     ]
 
 
-@pytest.mark.parametrize("num_processes", [2, 3])
+@pytest.mark.parametrize("num_processes", [2, 3, 4])
 def test_processes_equal_virtual_devices(num_processes, tmp_path):
     """Every process draws the same graphs without a word; otherwise they would wait for each other until the limit."""
     processes = start(num_processes, tmp_path)
