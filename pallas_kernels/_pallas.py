@@ -88,21 +88,27 @@ def entries(row: jax.Array, rows: Rows) -> tuple[jax.Array, jax.Array]:
     return at, at < rows.size
 
 
-def tile(row: jax.Array, rows: Rows) -> jax.Array:
-    """int32 (B / 32, 32) flat positions of a row's entries, a word's in a line."""
-    shape = (rows.row_words, 32)
+def tile(row: jax.Array, rows: Rows, start: jax.Array | int = 0, words: int | None = None) -> jax.Array:
+    """int32 (B / 32, 32) flat positions of a row's entries, a word's in a line; or of `words` words from `start` on."""
+    shape = (rows.row_words if words is None else words, 32)
     inside = lax.broadcasted_iota(jnp.int32, shape, 0) * 32 + lax.broadcasted_iota(jnp.int32, shape, 1)
-    return row * rows.block + inside
+    return row * rows.block + start * 32 + inside
 
 
-def load_words(words_ref: jax.Ref, row: jax.Array, rows: Rows) -> jax.Array:
-    """uint32 (B / 32,), a row's part of a packed mask, zero behind the last entry whatever the pad bits hold."""
-    word = row * rows.row_words + lax.iota(jnp.int32, rows.row_words)
-    words = plt.load(words_ref.at[word], mask=word < rows.words, other=jnp.uint32(0))
+def load_words(
+    words_ref: jax.Ref, row: jax.Array, rows: Rows, start: jax.Array | int = 0, words: int | None = None
+) -> jax.Array:
+    """uint32 (B / 32,), a row's part of a packed mask, zero behind the last entry whatever the pad bits hold.
+
+    Or `words` words from the row's word `start` on.
+    """
+    count = rows.row_words if words is None else words
+    word = row * rows.row_words + start + lax.iota(jnp.int32, count)
+    loaded = plt.load(words_ref.at[word], mask=word < rows.words, other=jnp.uint32(0))
     if rows.size % 32:
         last = jnp.uint32((1 << rows.size % 32) - 1)
-        words = words & jnp.where(word == rows.words - 1, last, jnp.uint32(0xFFFFFFFF))
-    return words
+        loaded = loaded & jnp.where(word == rows.words - 1, last, jnp.uint32(0xFFFFFFFF))
+    return loaded
 
 
 def _lanes(num_words: int) -> jax.Array:
@@ -129,26 +135,40 @@ def popcount(words: jax.Array) -> jax.Array:
     return lax.shift_right_logical(fields * jnp.uint32(0x01010101), jnp.uint32(24)).astype(jnp.int32)
 
 
-def ranks(words: jax.Array, row: jax.Array, rows: Rows) -> tuple[jax.Array, jax.Array]:
+def ranks(
+    words: jax.Array, row: jax.Array, rows: Rows, before: jax.Array | int = 0
+) -> tuple[jax.Array, jax.Array]:
     """The place of each kept entry of a row in the payload.
 
     A prefix sum over the row's words and popcounts inside a word: a sum over the entries themselves costs 30 times the
     shuffles, and Triton computes it anew for each layout that uses it.
 
     Args:
-      words: uint32 (B / 32,), from `load_words`.
+      words: uint32 (B / 32,), from `load_words`; or fewer.
       row: number of the row.
       rows: how the leaf is cut.
+      before: set bits of the row before `words`.
 
     Returns:
       int32 (B / 32, 32) row * k + number of set bits before; `rows.kept`, behind the payload, where nothing is kept.
       bool (B / 32, 32), the first k set bits of the row (k_last in the last row).
     """
     count = popcount(words)
-    before = lax.shift_left(jnp.uint32(1), _lanes(words.size)) - jnp.uint32(1)
-    rank = (jnp.cumsum(count) - count)[:, None] + popcount(words[:, None] & before)
+    below = lax.shift_left(jnp.uint32(1), _lanes(words.size)) - jnp.uint32(1)
+    rank = (jnp.cumsum(count) - count + before)[:, None] + popcount(words[:, None] & below)
     kept = unpack_bits(words) & (rank < keeps(row, rows))
     return jnp.where(kept, row * rows.k + rank, rows.kept), kept
+
+
+def fill_rest(
+    out_ref: jax.Ref, words: jax.Array, row: jax.Array, rows: Rows, value: int, first: int = 0
+) -> None:
+    """Writes `value` behind the last kept entry of a row that has fewer set bits than it keeps; `first`: of the list."""
+    count = jnp.sum(popcount(words))
+    slot = lax.iota(jnp.int32, pl.next_power_of_2(rows.k))
+    rest = (slot >= count) & (slot < keeps(row, rows))
+    at = jnp.where(rest, row * rows.k + slot, rows.kept)
+    plt.store(out_ref.at[first + at], jnp.full(slot.shape, value, out_ref.dtype), mask=rest)
 
 
 def keeps(row: jax.Array, rows: Rows) -> jax.Array:

@@ -80,6 +80,14 @@ def check_words(words: jax.Array, rows: Rows) -> None:
         )
 
 
+def check_entries(name: str, x: jax.Array, rows: Rows, allowed: tuple[str, ...] = ()) -> None:
+    """Raises ValueError unless `x` has an entry for each of these rows' and one of the dtypes (a floating one)."""
+    fits = x.dtype.name in allowed if allowed else jnp.issubdtype(x.dtype, jnp.floating)
+    if x.size != rows.size or not fits:
+        kinds = " or ".join(allowed) or "floating-point"
+        raise ValueError(f"{name} must be {kinds} with {rows.size} entries, got {x.dtype} {x.shape}.")
+
+
 def no_kernel(rows: Rows, *dtypes: jnp.dtype, allowed: tuple[str, ...]) -> str | None:
     """Why no kernel takes these rows and dtypes, or None if one does."""
     if rows.size == 0:

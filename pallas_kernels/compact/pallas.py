@@ -17,15 +17,6 @@ from pallas_kernels.compact.reference import NO_COLUMN
 ENTRIES_A_THREAD = 16
 
 
-def _fill_rest(out_ref: jax.Ref, words: jax.Array, row: jax.Array, rows: Rows, value: int) -> None:
-    """Writes `value` behind the last kept entry of a row that has fewer set bits than it keeps."""
-    count = jnp.sum(_pallas.popcount(words))
-    slot = lax.iota(jnp.int32, pl.next_power_of_2(rows.k))
-    rest = (slot >= count) & (slot < _pallas.keeps(row, rows))
-    at = jnp.where(rest, row * rows.k + slot, rows.kept)
-    plt.store(out_ref.at[at], jnp.full(slot.shape, value, out_ref.dtype), mask=rest)
-
-
 def compact(
     x: jax.Array, words: jax.Array, *, rows: Rows, into: jax.Array | None = None, interpret: bool = False
 ) -> jax.Array:
@@ -42,7 +33,7 @@ def compact(
         )
         place, kept = _pallas.ranks(words, row, rows)
         plt.store(out_ref.at[place], values, mask=kept)
-        _fill_rest(out_ref, words, row, rows, 0)
+        _pallas.fill_rest(out_ref, words, row, rows, 0)
 
     (out,) = _pallas.call(
         kernel,
@@ -92,7 +83,7 @@ def indices(
         place, kept = _pallas.ranks(words, row, rows)
         column = _pallas.tile(row, rows) - row * rows.block
         plt.store(out_ref.at[place], column.astype(jnp.uint16), mask=kept)
-        _fill_rest(out_ref, words, row, rows, NO_COLUMN)
+        _pallas.fill_rest(out_ref, words, row, rows, NO_COLUMN)
 
     (out,) = _pallas.call(
         kernel,
