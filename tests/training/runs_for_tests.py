@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from tests import quick_compile
 from training import config as settings
 from training.token_file import write_tokens
 
@@ -58,7 +59,12 @@ def environment():
     """For a process of its own: CPU, the repository's packages, and JAX free to make its own number of
     devices.
     """
-    changed = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    changed = {
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": str(ROOT),
+        "PYTHONUNBUFFERED": "1",
+        **quick_compile.ENVIRONMENT,
+    }
     return {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")} | changed
 
 
