@@ -23,7 +23,7 @@ help:
 	@echo "make test    run the tests          (TESTS=tests/models PYTEST_FLAGS=-x)"
 	@echo "make lint    ruff and mypy"
 	@echo "make format  let ruff repair and lay out the code"
-	@echo "make gpu-compile  fetch the GPU compiler that tests/gpu_compile uses (700 MB, no GPU needed)"
+	@echo "make gpu-compile  fetch the GPU compiler and Triton for the tests of kernels (1.5 GB, no GPU needed)"
 	@echo "make clean   remove environments and caches; runs/ is kept"
 
 demo: $(VENV)/.installed-test
@@ -41,18 +41,24 @@ format: $(VENV)/.installed-dev
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
-# XLA's GPU compiler for the JAX of $(VENV), and the ptxas and libdevice that it needs, in a folder of their own: nothing of
-# it is installed, so that no other test sees a GPU plugin. Elsewhere: GPU_COMPILE_DIR=... for this and for the tests.
+# XLA's GPU compiler for the JAX of $(VENV), and the ptxas and libdevice that it needs, in a folder of their own; Triton and
+# jax-triton in a second one, since a process that sees the first has a GPU plugin. Nothing of either is installed.
+# Elsewhere: GPU_COMPILE_DIR=... for this and for the tests.
 GPU_COMPILER = jax-cuda13-pjrt jax-cuda13-plugin nvidia-cuda-nvcc nvidia-nvvm
-GPU_UNUSED = bin/nvcc bin/nvlink bin/cudafe++ bin/fatbinary nvvm/bin lib
+GPU_TRITON = triton jax-triton
+GPU_UNUSED = nvidia/cu13/bin/nvcc nvidia/cu13/bin/nvlink nvidia/cu13/bin/cudafe++ nvidia/cu13/bin/fatbinary \
+	nvidia/cu13/nvvm/bin nvidia/cu13/lib triton/backends/nvidia/bin triton/backends/nvidia/lib/cupti* triton/backends/amd/lib
 gpu-compile: $(VENV)/.installed-test
 	@folder="$${GPU_COMPILE_DIR:-.gpu-compile}/$$($(PY) -c 'import jax; print(jax.__version__)')"; \
-	[ "$$folder/.complete" -nt constraints.txt ] && exit; \
-	echo "Fetching the GPU compiler into $$folder" && \
-	rm -rf "$$folder" && \
-	$(PIP_INSTALL) --no-deps --target "$$folder" $(GPU_COMPILER) && \
-	(cd "$$folder/nvidia/cu13" && rm -rf $(GPU_UNUSED)) && \
-	touch "$$folder/.complete"
+	fetch() { \
+		[ "$$1/.complete" -nt constraints.txt ] && return; \
+		echo "Fetching the GPU compiler into $$1" && \
+		rm -rf "$$1" && \
+		$(PIP_INSTALL) --no-deps --target "$$@" && \
+		(cd "$$1" && rm -rf $(GPU_UNUSED)) && \
+		touch "$$1/.complete"; \
+	}; \
+	fetch "$$folder" $(GPU_COMPILER) && fetch "$$folder-triton" $(GPU_TRITON)
 
 # The stamp is younger than what it was made from, so the install runs again only when a dependency changes.
 # Without build isolation the pinned setuptools builds the package; an isolated build would fetch any version.

@@ -4,9 +4,11 @@ Lowering knows for which platform a program is made, also where that device is a
 `jax.export` for CUDA get the kernel, a run on CPU gets the reference, from one and the same trace.
 """
 
+import contextlib
+import contextvars
 import functools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -17,6 +19,20 @@ from jax.interpreters import mlir
 IMPLEMENTATIONS = ("xla", "pallas", "triton")
 
 _logger = logging.getLogger("pallas_kernels")
+_interpreted = contextvars.ContextVar("interpreted", default=False)
+
+
+@contextlib.contextmanager
+def interpreted() -> Iterator[None]:
+    """What is traced inside runs its named kernels as with interpret=True. For tests of what calls an operation.
+
+    A function that was jitted and traced outside keeps what it was traced with.
+    """
+    token = _interpreted.set(True)
+    try:
+        yield
+    finally:
+        _interpreted.reset(token)
 
 
 def run(
@@ -39,18 +55,18 @@ def run(
         "xla" always the reference; "pallas" or "triton" that kernel or an error.
       unsupported: why no kernel can do this call, None if it can. Where the kernel was left open, the reference runs
         instead and one line is logged per operation and reason, when the program is lowered for CUDA.
-      interpret: run the named kernel step by step with plain JAX, on any device. Slow; for tests.
+      interpret: run the named kernel by its language's interpreter, on CPU. Slow; for tests.
 
     Raises:
       ValueError: `implementation` is none of the above, or `interpret` without a named kernel.
-      NotImplementedError: the named kernel is not there or not for this call; and, when the program is lowered, the
-        platform is not CUDA.
+      NotImplementedError: the named kernel is not there, not for this call, or what it is written in is not installed;
+        and, when the program is lowered, the platform is not CUDA.
     """
     if implementation is not None and implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation must be None or one of {IMPLEMENTATIONS}, got {implementation!r}.")
-    if interpret and implementation != "pallas":
+    if interpret and implementation in (None, "xla"):
         raise ValueError(
-            f"interpret=True needs implementation='pallas', got {implementation!r}: no other kernel has one."
+            f"interpret=True needs a named kernel, got implementation={implementation!r}. Use 'pallas' or 'triton'."
         )
     if implementation is None:
         if unsupported is None:
@@ -63,7 +79,7 @@ def run(
     kernel = kernels[implementation]
     if unsupported is not None:
         raise NotImplementedError(f"{op}: no {implementation!r} kernel for this call: {unsupported}.")
-    if interpret:
+    if interpret or _interpreted.get():
         return kernel(*args, interpret=True)
     reason = f"the {implementation!r} kernel runs on CUDA devices only"
     return kernel(_note(args[0], op=op, reason=reason, cuda_only=True), *args[1:])

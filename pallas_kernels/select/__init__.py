@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import _dispatch
+from pallas_kernels import _dispatch, _triton
 from pallas_kernels._rows import BLOCK, Rows, no_kernel
 from pallas_kernels.select import pallas
 from pallas_kernels.select.reference import select, select_words
@@ -42,8 +42,8 @@ def select_rows(
       block: B, a power of two.
       first_row: int32 (), may be traced: where a window of rows starts. Rows behind the last one are empty.
       num_rows: rows of that window; both or neither.
-      implementation: None, "xla" or "pallas", see `pallas_kernels`.
-      interpret: run the kernel on any device, slowly; for tests.
+      implementation: None, "xla", "pallas" or "triton", see `pallas_kernels`.
+      interpret: run the named kernel on CPU, slowly; for tests.
 
     Returns:
       uint32 (ceil(N / 32),), or (num_rows * B / 32,) for a window.
@@ -81,7 +81,10 @@ def select_rows(
         x.reshape(-1),
         *window,
         reference=functools.partial(select_words, **options),
-        kernels={"pallas": functools.partial(pallas.select, **options)},
+        kernels={
+            "pallas": functools.partial(pallas.select, **options),
+            "triton": functools.partial(_triton.twin("select", "select"), **options),
+        },
         implementation=implementation,
         unsupported=unsupported,
         interpret=interpret,

@@ -1,6 +1,10 @@
-"""Compiles every kernel on its named shapes for sm_90, and all of them under shard_map; one line of JSON for each."""
+"""Compiles every kernel on its named shapes for sm_90, and all of them under shard_map; one line of JSON for each.
+
+What has a Triton twin is compiled a second time, by its name, through jax-triton.
+"""
 
 import functools
+import itertools
 import json
 from typing import Any
 
@@ -33,15 +37,29 @@ CALLS = [
     (index_rows, "index_rows", compact_specs.INDEX_ROWS),
     (mask_rows, "mask_rows", compact_specs.MASK_ROWS),
 ]
-SHARDED = ("sharded", "sharded_check_vma")
+# Those of them that have a Triton twin.
+TWINS = (select_rows, select_window)
+# Name -> check_vma, the implementation of what has a twin.
+SHARDED = {
+    "sharded": (False, "pallas"),
+    "sharded_check_vma": (True, "pallas"),
+    "sharded_triton": (False, "triton"),
+    "sharded_triton_check_vma": (True, "triton"),
+}
 
 
-def sharded(mesh: Mesh, check_vma: bool) -> Any:
+def forms(function: Any) -> dict[str, dict[str, Any]]:
+    """Name in the report -> options of each form in which a function is compiled."""
+    name = function.__name__
+    return {name: {}} | ({f"{name}, triton": {"implementation": "triton"}} if function in TWINS else {})
+
+
+def sharded(mesh: Mesh, check_vma: bool, twin: str) -> Any:
     """One worker's part of an exchange: select, gather the masks' columns, sum the kept entries, put them back."""
 
     def body(x, k):
         worker = jax.lax.axis_index("worker")
-        words = select_rows(x, k, first_row=worker, num_rows=1, implementation="pallas")
+        words = select_rows(x, k, first_row=worker, num_rows=1, implementation=twin)
         columns = index_rows(words, 4096, 41, implementation="pallas")
         columns = jax.lax.all_gather(columns, "worker", tiled=True, to="invarying")
         shared = mask_rows(columns, x.size, implementation="pallas")
@@ -54,23 +72,23 @@ def sharded(mesh: Mesh, check_vma: bool) -> Any:
 
 
 def main() -> None:
+    deviceless.record_jax_triton()
     one = Mesh(np.array(deviceless.devices(1)), ("one",))
     for function, _, specs in CALLS:
-        for name, call in specs.items():
+        for (op, options), (name, call) in itertools.product(forms(function).items(), specs.items()):
             # The buffer of scatter_rows is the only array that a kernel writes in place.
             donated = (0,) if function is scatter_rows else ()
-            jitted = jax.jit(functools.partial(function, **call.static), donate_argnums=donated)
+            jitted = jax.jit(functools.partial(function, **call.static, **options), donate_argnums=donated)
             sharding = NamedSharding(one, PartitionSpec())
             arrays = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding) for a in call.arrays]
-            report(function.__name__, name, one, jitted, *arrays)
+            report(op, name, one, jitted, *arrays)
     eight = Mesh(np.array(deviceless.devices(8)), ("worker",))
     x = jax.ShapeDtypeStruct(
         (8 * 8 * 4096,), np.float32, sharding=NamedSharding(eight, PartitionSpec("worker"))
     )
     k = jax.ShapeDtypeStruct((), np.int32, sharding=NamedSharding(eight, PartitionSpec()))
-    for name in SHARDED:
-        jitted = sharded(eight, name == "sharded_check_vma")
-        report(name, "8 workers", eight, jitted, x, k)
+    for name, (check_vma, twin) in SHARDED.items():
+        report(name, "8 workers", eight, sharded(eight, check_vma, twin), x, k)
 
 
 def report(op: str, spec: str, mesh: Mesh, jitted: Any, *arrays: Any) -> None:
@@ -93,4 +111,4 @@ if __name__ == "__main__":
             **line["kernels"],
             **({"error": line["error"]} if "error" in line else {}),
         }.items():
-            print(f"{line['op']:18} {line['spec']:22} {kernel:24}", numbers)
+            print(f"{line['op']:24} {line['spec']:22} {kernel:24}", numbers)

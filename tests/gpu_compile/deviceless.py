@@ -3,7 +3,7 @@
     make gpu-compile
     python -m tests.gpu_compile.compile_kernels
 
-The compiler is used in a process of its own, which has the plugin's folder on its path (`run`).
+The compiler is used in a process of its own, which has the folders of the plugin and of Triton on its path (`run`).
 """
 
 import json
@@ -51,10 +51,19 @@ def folder() -> Path:
     return Path(os.environ.get("GPU_COMPILE_DIR") or ROOT / ".gpu-compile").absolute() / jax.__version__
 
 
-def missing(at: Path) -> list[str]:
-    """What of the compiler is not in the folder."""
-    parts = ("jax_plugins/xla_cuda13", "nvidia/cu13/bin/ptxas", "nvidia/cu13/nvvm/libdevice")
-    return [part for part in parts if not (at / part).exists()]
+def triton_folder() -> Path:
+    """Where it puts Triton and jax-triton: beside the compiler, because a process that sees that has a GPU plugin."""
+    return folder().with_name(f"{jax.__version__}-triton")
+
+
+def missing() -> list[str]:
+    """What is not there of both."""
+    parts = [
+        folder() / part
+        for part in ("jax_plugins/xla_cuda13", "nvidia/cu13/bin/ptxas", "nvidia/cu13/nvvm/libdevice")
+    ]
+    parts += [triton_folder() / part for part in ("triton", "jax_triton")]
+    return [str(part) for part in parts if not part.exists()]
 
 
 def run(module: str) -> list[dict[str, Any]]:
@@ -69,13 +78,14 @@ def run(module: str) -> list[dict[str, Any]]:
             "--xla_dump_emitter_re=ptx",
         ]
         environment = os.environ | {
-            "PYTHONPATH": str(at),
+            "PYTHONPATH": f"{at}{os.pathsep}{triton_folder()}",
             "GPU_COMPILE_PTX": dump,
             "JAX_PLATFORMS": "cpu",
             "CUDA_VISIBLE_DEVICES": "-1",
             "TF_CPP_MIN_LOG_LEVEL": "2",
             "XLA_FLAGS": " ".join(flags),
         }
+        environment.pop("TRITON_INTERPRET", None)
         code = f"import {module}; {module}.main()"
         done = subprocess.run(
             [sys.executable, "-W", "ignore::DeprecationWarning", "-c", code],
@@ -104,6 +114,19 @@ def compile_on(mesh: Any, jitted: Callable[..., Any], *arrays: Any) -> Any:
     """The compiled program of a jitted function on a mesh of `devices`; raises where a kernel spills registers."""
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         return jitted.lower(*arrays).compile(compiler_options=NO_SPILLS)
+
+
+def record_jax_triton() -> None:
+    """From now on the PTX that jax-triton compiles is put where XLA dumps its own, for `ptxas_reports`."""
+    from jax._src.lib import gpu_triton
+
+    make = gpu_triton.TritonKernel
+
+    def keep(name: str, num_warps: int, num_ctas: int, shared_bytes: int, ptx: str, *rest: Any) -> Any:
+        (Path(os.environ["GPU_COMPILE_PTX"]) / f"jax_triton_{name}.ptx").write_text(ptx)
+        return make(name, num_warps, num_ctas, shared_bytes, ptx, *rest)
+
+    gpu_triton.TritonKernel = keep
 
 
 def ptxas_reports() -> dict[str, dict[str, int]]:

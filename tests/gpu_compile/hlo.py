@@ -8,11 +8,13 @@ _BYTES = {"pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "bf16": 2, "f16": 2, 
 _SHAPE = re.compile(r"\b([a-z]+\d*)\[([\d,]*)\]")
 _LINE = re.compile(r"\s*(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\(([^)]*)\)(.*)")
 _NAMES_ONLY = ("parameter", "constant", "bitcast", "get-tuple-element", "tuple")
-TRITON_CALL = "__gpu$xla.gpu.triton"
+_KERNEL = re.compile(r'op_name="[^"]*?/(\w+)/(?:pallas_call|triton_kernel_call)"')
+# Of Pallas, then of jax-triton.
+KERNEL_CALLS = ("__gpu$xla.gpu.triton", "triton_kernel_call", "triton_kernel_call_ffi")
 
 
 class Operation(NamedTuple):
-    """One instruction: its opcode, for a Pallas kernel the kernel's name, and the bytes of its operands and results."""
+    """One instruction: its opcode, for a kernel of ours the kernel's name, and the bytes of its operands and results."""
 
     name: str
     bytes: int
@@ -42,6 +44,7 @@ def entry_operations(text: str) -> list[Operation]:
         read = sum(
             shape_bytes(types.get(text.split(" ")[-1].lstrip("%"), "")) for text in operands.split(", ")
         )
-        kernel = re.search(r'op_name="[^"]*?/(\w+)/pallas_call', rest) if TRITON_CALL in rest else None
+        ours = any(f'custom_call_target="{target}"' in rest for target in KERNEL_CALLS)
+        kernel = _KERNEL.search(rest) if ours else None
         found.append(Operation(kernel[1] if kernel else opcode, shape_bytes(result) + read))
     return found

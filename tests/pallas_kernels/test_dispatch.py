@@ -2,7 +2,10 @@
 
 import functools
 import logging
+import os
 import re
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -10,11 +13,13 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels import _dispatch, bits, compact, select
+from pallas_kernels import _dispatch, _triton, bits, compact, select
 from pallas_kernels.bits.arg_specs import PACK_ROWS, UNPACK_ROWS
 from pallas_kernels.compact.arg_specs import COMPACT_ROWS, INDEX_ROWS, MASK_ROWS, SCATTER_ROWS
 from pallas_kernels.select.arg_specs import SELECT_ROWS
+from tests.gpu_compile import deviceless
 from tests.helpers import make_mesh
+from tests.pallas_kernels.triton_on_cpu import needs_triton
 
 OPERATIONS = {
     "pack_rows": (bits.pack_rows, PACK_ROWS),
@@ -25,6 +30,7 @@ OPERATIONS = {
     "index_rows": (compact.index_rows, INDEX_ROWS),
     "mask_rows": (compact.mask_rows, MASK_ROWS),
 }
+WITH_TRITON = ("select_rows",)
 KERNEL = "__gpu$xla.gpu.triton"
 H100 = jax.sharding.AbstractDevice("NVIDIA H100 80GB HBM3", 132, "gpu")
 
@@ -65,8 +71,56 @@ def test_a_named_kernel_runs_or_raises(op):
     fn, arrays = example(op)
     with pytest.raises(NotImplementedError, match=rf"{op}.*CUDA devices only.*lowered for cpu"):
         lowered(functools.partial(fn, implementation="pallas"), *arrays, platform="cpu")
-    with pytest.raises(NotImplementedError, match=rf"{op} has no 'triton' kernel"):
+    if op not in WITH_TRITON:
+        with pytest.raises(NotImplementedError, match=rf"{op} has no 'triton' kernel, only pallas"):
+            jax.eval_shape(functools.partial(fn, implementation="triton"), *arrays)
+
+
+@pytest.mark.parametrize("module", ["triton", "jax_triton"])
+@pytest.mark.parametrize("op", WITH_TRITON)
+def test_what_is_not_installed_is_named(op, module, monkeypatch):
+    fn, arrays = example(op)
+    monkeypatch.setitem(sys.modules, module, None)
+    if module == "jax_triton":
+        pytest.importorskip("triton", reason="make gpu-compile")
+        _triton._jax_triton.cache_clear()
+        monkeypatch.setattr(_triton, "_check_process", lambda *_: None)
+    with pytest.raises(NotImplementedError, match=rf"needs {module.replace('_', '-')}.*scape-gasloc\[cuda\]"):
         jax.eval_shape(functools.partial(fn, implementation="triton"), *arrays)
+
+
+def test_triton_is_imported_by_nobody_who_does_not_ask_for_it():
+    code = "import sys, pallas_kernels.select, scape_jax; print({'triton', 'jax_triton'} & {*sys.modules})"
+    paths = os.pathsep.join([str(deviceless.ROOT), str(deviceless.triton_folder())])
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert done.stdout == "set()\n"
+
+
+@pytest.mark.parametrize("implementation", ["pallas", pytest.param("triton", marks=needs_triton)])
+def test_interpreted_is_for_what_is_traced_inside(implementation):
+    x = np.array([0.0, -3.0, 1.0, 3.0], np.float32)
+    fn = functools.partial(select.select_rows, k=2, block=32)
+    with _dispatch.interpreted():
+        assert fn(x, implementation=implementation).tolist() == [0b1010]
+        assert KERNEL not in lowered(fn, x, platform="cpu")
+    with pytest.raises(NotImplementedError, match="CUDA devices only"):
+        fn(x, implementation="pallas")
+
+
+@needs_triton
+def test_triton_says_what_decides_how_it_runs():
+    fn = functools.partial(select.select_rows, k=2, implementation="triton")
+    with pytest.raises(
+        RuntimeError, match="interpret=False, but Triton was imported with TRITON_INTERPRET=1"
+    ):
+        jax.eval_shape(fn, jax.ShapeDtypeStruct((40,), jnp.float32))
 
 
 def test_a_named_kernel_raises_outside_of_jit_too():
@@ -123,7 +177,7 @@ def test_wrong_arguments_are_named():
     x, words = np.zeros(40, np.float32), np.zeros(2, np.uint32)
     with pytest.raises(ValueError, match=r"implementation must be None or one of .*'cuda'"):
         bits.pack_rows(x > 0, implementation="cuda")
-    with pytest.raises(ValueError, match="interpret=True needs implementation='pallas'"):
+    with pytest.raises(ValueError, match="interpret=True needs a named kernel, got implementation=None"):
         bits.pack_rows(x > 0, interpret=True)
     with pytest.raises(TypeError, match="mask must be bool or an integer"):
         bits.pack_rows(x)
@@ -179,3 +233,21 @@ def test_under_shard_map(check_vma):
     wanted[:, at] += 1
     np.testing.assert_array_equal(back.reshape(8, 40), wanted)
     np.testing.assert_array_equal(again, words)
+
+
+@needs_triton
+@pytest.mark.parametrize("check_vma", [False, True])
+def test_triton_interpreted_under_shard_map(check_vma):
+    """Eight devices call one interpreter, which is no more than one thread's at a time."""
+
+    def body(x):
+        first_row = jax.lax.axis_index("data") % 2
+        return select.select_rows(
+            x, 2, block=32, first_row=first_row, num_rows=1, implementation="triton", interpret=True
+        )
+
+    mapped = jax.shard_map(
+        body, mesh=make_mesh(8), in_specs=P("data"), out_specs=P("data"), check_vma=check_vma
+    )
+    words = jax.jit(mapped)(np.tile(np.arange(64, dtype=np.float32), 8))
+    assert words.tolist() == [0b11 << 30] * 8

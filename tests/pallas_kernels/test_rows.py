@@ -1,4 +1,4 @@
-"""The operations on rows against NumPy, each in every form that runs here: plain JAX, and the Pallas kernel interpreted.
+"""The operations on rows against NumPy, each in every form that runs here: plain JAX, and the kernels interpreted.
 
 Bit for bit, because none of them computes with a value. Buffers that a kernel writes are longer than what it should
 write, and so are those it reads: the rest must stay as it was and have no influence. A negative position would wrap
@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from pallas_kernels import bits, compact, select
+from pallas_kernels import _triton, bits, compact, select
 from pallas_kernels._rows import Rows
 from tests.helpers import assert_bit_equal
 from tests.pallas_kernels.reference_numpy import (
@@ -26,8 +26,12 @@ from tests.pallas_kernels.reference_numpy import (
     numpy_select,
     numpy_unpack,
 )
+from tests.pallas_kernels.triton_on_cpu import needs_triton
 
 FORMS = {"xla": {"implementation": "xla"}, "pallas": {"implementation": "pallas", "interpret": True}}
+# Of the operations that have a Triton kernel too.
+FORMS_WITH_TRITON = {**FORMS, "triton": {"implementation": "triton", "interpret": True}}
+every_form = pytest.mark.parametrize("form", [*FORMS, pytest.param("triton", marks=needs_triton)])
 B = 64
 # Entries and what each row keeps: one row, a full row, one more, a short last row that keeps less, all.
 CUTS = [
@@ -46,7 +50,7 @@ many_rows = st.sampled_from(CUTS)
 
 @functools.cache
 def jitted(op, form, **static):
-    return jax.jit(functools.partial(op, **static, **FORMS[form]))
+    return jax.jit(functools.partial(op, **static, **FORMS_WITH_TRITON[form]))
 
 
 def in_every_form(op, *arrays, **static):
@@ -157,14 +161,15 @@ def test_known_word():
 # Selection --------------------------------------------------------------------------------------------------------
 
 
+@every_form
 @few
-@given(st.data(), st.sampled_from((1, B - 1, B, B + 1, 2 * B + 33)))
-def test_select(data, size):
+@given(data=st.data(), size=st.sampled_from((1, B - 1, B, B + 1, 2 * B + 33)))
+def test_select(form, data, size):
     rows = Rows(size, B)
     x = data.draw(leaves(size))
     k = data.draw(hnp.arrays(np.int32, rows.count, elements=st.integers(0, B)))
-    got = in_every_form(select.select_rows, x, k, block=B)
-    assert_bit_equal(got, numpy_pack(selected(x, k, B)))
+    got = jitted(select.select_rows, form, block=B)(x, k)
+    assert_bit_equal(np.asarray(got), numpy_pack(selected(x, k, B)))
 
 
 def selected(x, k, block):
@@ -173,28 +178,39 @@ def selected(x, k, block):
     return numpy_select(grid, k).reshape(-1)[: x.size]
 
 
+@every_form
 @few
-@given(leaves(2 * B + 33, jnp.bfloat16), st.sampled_from((5, 21)))
-def test_select_of_bfloat16_with_a_static_k(x, k):
-    got = in_every_form(select.select_rows, x, k=k, k_last=3, block=B)
-    assert_bit_equal(got, numpy_pack(selected(x, [k, k, 3], B)))
+@given(x=leaves(2 * B + 33, jnp.bfloat16), k=st.sampled_from((5, 21)))
+def test_select_of_bfloat16_with_a_static_k(form, x, k):
+    got = jitted(select.select_rows, form, k=k, k_last=3, block=B)(x)
+    assert_bit_equal(np.asarray(got), numpy_pack(selected(x, [k, k, 3], B)))
+
+
+@every_form
+def test_select_of_float16(form):
+    """Infinity and NaN have other bits there."""
+    x = np.random.default_rng(3).standard_normal(2 * B + 33).astype(np.float16)
+    x[::5], x[1::7] = np.nan, -np.inf
+    got = jitted(select.select_rows, form, k=21, k_last=13, block=B)(x)
+    assert_bit_equal(np.asarray(got), numpy_pack(selected(x, [21, 21, 13], B)))
 
 
 def window(x, first, **options):
     return select.select_rows(x, 5, first_row=first, num_rows=2, **options)
 
 
+@every_form
 @few
-@given(leaves(2 * B + 33), st.integers(0, 5))
-def test_select_of_a_window(x, first):
+@given(x=leaves(2 * B + 33), first=st.integers(0, 5))
+def test_select_of_a_window(form, x, first):
     """One worker's rows, which may end behind the last one: no bits there, and nothing of other rows here."""
-    got = in_every_form(window, x, np.int32(first), block=B)
+    got = jitted(window, form, block=B)(x, np.int32(first))
     whole = np.zeros(8 * B, bool)
     whole[: x.size] = selected(x, [5, 5, 5], B)
-    assert_bit_equal(got, numpy_pack(whole[first * B : (first + 2) * B]))
+    assert_bit_equal(np.asarray(got), numpy_pack(whole[first * B : (first + 2) * B]))
 
 
-@pytest.mark.parametrize("form", FORMS)
+@every_form
 def test_select_at_the_default_block(form):
     """k odd; equal rows, normal ones, a short last row."""
     x = np.random.default_rng(0).standard_normal(2 * 4096 + 100).astype(np.float32)
@@ -257,6 +273,26 @@ def test_bfloat16_and_the_default_block():
 # Outside of the buffers -------------------------------------------------------------------------------------------
 
 
+def check_inside(kernel, wanted, sentinel, *arrays, **static):
+    """The kernel's output in the front of a longer buffer of sentinels, and the sentinels behind it."""
+    into = wide(np.full(wanted.shape, sentinel, wanted.dtype), sentinel)
+    got = np.asarray(kernel(*arrays, **static, into=into, interpret=True))
+    assert_bit_equal(got, wide(wanted, sentinel))
+
+
+@pytest.mark.parametrize(
+    "kernel",
+    [select.pallas.select, pytest.param(_triton.twin("select", "select"), marks=needs_triton)],
+    ids=["pallas", "triton"],
+)
+@pytest.mark.parametrize("rows", CUTS[3:5], ids=str)
+def test_select_stays_inside_its_buffers(rows, kernel):
+    """What lies behind x would be selected before all else."""
+    x = np.random.default_rng(0).standard_normal(rows.size).astype(np.float32)
+    mask = selected(x, [rows.k] * (rows.count - 1) + [rows.keeps_last], rows.block)
+    check_inside(kernel, numpy_pack(mask), 7, wide(x, np.inf), rows=rows)
+
+
 @pytest.mark.parametrize("every", [1, 40], ids=["more than is kept", "fewer than is kept"])
 @pytest.mark.parametrize("rows", CUTS[3:5], ids=str)
 def test_kernels_stay_inside_their_buffers(rows, every):
@@ -266,27 +302,14 @@ def test_kernels_stay_inside_their_buffers(rows, every):
     mask = np.arange(rows.size) % every == 0
     words, x = numpy_pack(mask), np.random.default_rng(0).standard_normal(rows.size).astype(np.float32)
     cut, all_k = (rows.block, rows.k, rows.keeps_last), (rows.block, rows.k, rows.k)
-
-    def check(kernel, wanted, sentinel, *arrays, **static):
-        into = wide(np.full(wanted.shape, sentinel, wanted.dtype), sentinel)
-        got = np.asarray(kernel(*arrays, **static, into=into, interpret=True))
-        assert_bit_equal(got, wide(wanted, sentinel))
-
-    check(bits.pallas.pack, words, 7, mask, block=rows.block)
-    check(bits.pallas.unpack, mask, False, words, size=rows.size, block=rows.block)
-    check(
-        select.pallas.select,
-        numpy_pack(selected(x, [rows.k] * (rows.count - 1) + [rows.keeps_last], rows.block)),
-        7,
-        wide(x, np.inf),
-        rows=rows,
-    )
+    check_inside(bits.pallas.pack, words, 7, mask, block=rows.block)
+    check_inside(bits.pallas.unpack, mask, False, words, size=rows.size, block=rows.block)
     words = wide(words, 0xFFFFFFFF)
     values = numpy_compact(x, mask, *cut)
-    check(compact.pallas.compact, values, 7.0, wide(x, np.nan), words, rows=rows)
+    check_inside(compact.pallas.compact, values, 7.0, wide(x, np.nan), words, rows=rows)
     columns = numpy_columns(mask, rows.block, rows.k)
     listed = Rows(rows.size, *all_k)
-    check(compact.pallas.indices, columns.reshape(-1), 7, words, rows=listed)
-    check(compact.pallas.mask, numpy_first(mask, rows), 7, wide(columns.reshape(-1), 0), rows=listed)
+    check_inside(compact.pallas.indices, columns.reshape(-1), 7, words, rows=listed)
+    check_inside(compact.pallas.mask, numpy_first(mask, rows), 7, wide(columns.reshape(-1), 0), rows=listed)
     got = compact.pallas.scatter(wide(x, 7.0), wide(values * 2, 9.0), words, rows=rows, interpret=True)
     assert_bit_equal(np.asarray(got), wide(numpy_scatter(x, values * 2, mask, *cut), 7.0))

@@ -1,0 +1,284 @@
+"""What the Triton twins share: the call of a `@triton.jit` kernel through jax-triton, and Triton's interpreter on CPU.
+
+Triton and jax-triton come with the extra `cuda`, and neither is imported before a Triton kernel is asked for. What the
+two supported lines of JAX and jax-triton need besides stands here and nowhere else.
+"""
+
+import functools
+import importlib
+import inspect
+import linecache
+import threading
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.interpreters import mlir
+
+# jax-triton 0.3.1 is the last one for JAX 0.10, 0.4.1 the first that works with JAX 0.12.
+_OLD_LINE = jax.__version_info__ < (0, 11)
+# Triton writes the PTX version of the ptxas that it brings along, which an older ptxas, such as CUDA 13.0's, refuses.
+# It uses nothing that is newer than this one.
+_PTX_VERSION = 90
+_SM_90 = 90
+
+
+def twin(op: str, function: str) -> Callable[..., Any]:
+    """`function` of `<op>/triton.py`, which is imported at the first call.
+
+    That call raises NotImplementedError where Triton is not installed.
+    """
+
+    def run(*args: Any, **options: Any) -> Any:
+        _imported("triton")
+        return getattr(importlib.import_module(f"pallas_kernels.{op}.triton"), function)(*args, **options)
+
+    return run
+
+
+def _imported(module: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    # jax-triton 0.3.1 raises ImportError itself where JAX has no CUDA plugin.
+    except ImportError as error:
+        raise NotImplementedError(
+            f"implementation='triton' needs {module.partition('.')[0].replace('_', '-')}, which cannot be imported here "
+            f"({error}). Install the extra: pip install 'scape-gasloc[cuda]'."
+        ) from error
+
+
+def call(
+    kernel: Any,
+    name: str,
+    programs: int,
+    operands: Sequence[jax.Array | None],
+    outputs: Sequence[tuple[int, jnp.dtype]],
+    *,
+    constants: Mapping[str, Any],
+    into: Mapping[int, jax.Array] | None = None,
+    num_warps: int,
+    interpret: bool = False,
+) -> list[jax.Array]:
+    """Runs kernel(*operand pointers, *output pointers, **constants) in `programs` programs.
+
+    Args:
+      kernel: a `@triton.jit` function; `tl.program_id(0)` is its number.
+      name: of the kernel, as it stands in the compiled program.
+      programs: how many, at least one.
+      operands: arrays of any shape, given to the kernel flat. None for a pointer that it does not use in this call.
+      outputs: (entries, dtype) of each output. What no program writes is undefined.
+      constants: the kernel's `tl.constexpr` arguments by name.
+      into: output number -> an array that it replaces, of at least as many entries: in place where XLA need not keep
+        the old one, and what no program writes stays. The kernel gets no pointer to the old one.
+      num_warps: of each program.
+      interpret: run by Triton's interpreter, on CPU. Triton has to be imported with TRITON_INTERPRET=1 set.
+
+    Returns:
+      The outputs, flat; one of `into` with that array's entries.
+    """
+    into = dict(sorted((into or {}).items()))
+    flat = [np.zeros(1, np.int32) if x is None else jnp.ravel(x) for x in operands]
+    old = {i: jnp.ravel(x) for i, x in into.items()}
+    shapes = [
+        jax.ShapeDtypeStruct((old[i].size if i in old else size,), dtype)
+        for i, (size, dtype) in enumerate(outputs)
+    ]
+    _check_process(kernel, name, interpret)
+    with jax.named_scope(name):
+        if interpret:
+            outs = _interpret(kernel, programs, flat, old, shapes, constants)
+        else:
+            outs = _compile(kernel, name, programs, flat, old, shapes, constants, num_warps)
+    return _as_varying_as([*flat, *old.values()], outs)
+
+
+def _check_process(kernel: Any, name: str, interpret: bool) -> None:
+    if interpret == hasattr(kernel, "params"):
+        raise RuntimeError(
+            f"{name}: interpret={interpret}, but Triton was imported {'without' if interpret else 'with'} "
+            "TRITON_INTERPRET=1 in the environment, which decides for the whole process. Set or unset it before."
+        )
+
+
+def _as_varying_as(inputs: Sequence[Any], outputs: Sequence[jax.Array]) -> list[jax.Array]:
+    """Under shard_map's check_vma: a kernel's outputs come back as if every device had the same."""
+    axes = frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in inputs))
+
+    def cast(x: jax.Array) -> jax.Array:
+        missing = tuple(axes - jax.typeof(x).manual_axis_type.varying)
+        return lax.pcast(x, missing, to="varying") if missing else x
+
+    return [cast(x) for x in outputs]
+
+
+# Through jax-triton ------------------------------------------------------------------------------------------------
+
+
+def _compile(
+    kernel: Any,
+    name: str,
+    programs: int,
+    operands: Sequence[Any],
+    old: Mapping[int, jax.Array],
+    shapes: Sequence[jax.ShapeDtypeStruct],
+    constants: Mapping[str, Any],
+    num_warps: int,
+) -> Sequence[jax.Array]:
+    jax_triton = _jax_triton()
+    options: dict[str, Any] = {"grid": (programs,), "name": name, "num_warps": num_warps, "num_stages": 1}
+    # Every operation rounds as it is written, as in the interpreter and whatever Triton's default is.
+    if _OLD_LINE:
+        return jax_triton.triton_call(
+            *old.values(),
+            *operands,
+            kernel=_with_old_buffers(kernel, len(old)),
+            out_shape=list(shapes),
+            input_output_aliases=dict(enumerate(old)),
+            enable_fp_fusion=False,
+            **options,
+            **constants,
+        )
+    names = [p.name for p in kernel.params if not p.is_constexpr][len(operands) :]
+    with warnings.catch_warnings():
+        # Its successor, jax.new_ref, is not there in the older line.
+        warnings.filterwarnings("ignore", "input_output_aliases is deprecated", DeprecationWarning)
+        return jax_triton.triton_call(
+            *operands,
+            kernel=kernel,
+            out_type=list(shapes),
+            input_output_aliases={len(operands) + j: i for j, i in enumerate(old)},
+            backend_options={"ptx_version": _PTX_VERSION, "enable_fp_fusion": False},
+            **{names[i]: x for i, x in old.items()},
+            **options,
+            **constants,
+        )
+
+
+@functools.cache
+def _jax_triton() -> Any:
+    jax_triton = _imported("jax_triton")
+    library = _imported("jax_triton.triton_lib")
+    primitive = library.triton_kernel_call_p
+    if _OLD_LINE:
+        # Replaces jax-triton's rule for every kernel of this process, with the same rule and two settings.
+        mlir.register_lowering(primitive, functools.partial(_lower, library), platform="cuda")
+    else:
+        _mend_dead_code_rule(primitive)
+    return jax_triton
+
+
+def _mend_dead_code_rule(primitive: Any) -> None:
+    """jax-triton 0.4.1 registers a rule of two arguments, and JAX 0.12 calls it with three."""
+    from jax._src.interpreters import partial_eval
+
+    rules: Any = partial_eval.dce_rules
+    if len(inspect.signature(rules[primitive]).parameters) == 2:
+        rules[primitive] = lambda used, _, eqn: ([True] * len(eqn.invars), eqn)
+
+
+def _lower(library: Any, ctx: Any, *args: Any, **params: Any) -> Any:
+    """jax-triton 0.3.1's rule, with the PTX version that it has no argument for, and also where there is no GPU."""
+
+    class Backend(library.cb.CUDABackend):
+        def parse_options(self, opts: dict[str, Any]) -> Any:
+            return super().parse_options({"ptx_version": _PTX_VERSION, **opts})
+
+    if params["compute_capability"] is None:
+        try:
+            params["compute_capability"] = library.triton_kernel_call_lib.get_compute_capability(0)
+        except RuntimeError:  # it asks a driver that is not there; Pallas takes the same
+            params["compute_capability"] = _SM_90
+    backend = lambda _, capability: Backend(library.cb.GPUTarget("cuda", capability, 32))  # noqa: E731
+    return library.triton_kernel_call_lowering(backend, ctx, *args, **params)
+
+
+@functools.cache
+def _with_old_buffers(kernel: Any, count: int) -> Any:
+    """The kernel with `count` parameters in front that it does not use.
+
+    jax-triton 0.3.1 hands a kernel the replaced arrays besides the outputs that take their places, 0.4.1 does not.
+    """
+    if count == 0:
+        return kernel
+    names = "".join(f"old_{i}, " for i in range(count))
+    source = inspect.getsource(kernel.fn).replace(
+        f"def {kernel.__name__}(", f"def {kernel.__name__}({names}", 1
+    )
+    # Triton reads the source of what it compiles; linecache is where Python looks for that of a file that is none.
+    file = f"<{kernel.__module__}.{kernel.__name__} after {count} old buffers>"
+    linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file
+    found: dict[str, Any] = {}
+    exec(compile(source, file, "exec"), kernel.fn.__globals__, found)
+    return found[kernel.__name__]
+
+
+# Triton's interpreter ----------------------------------------------------------------------------------------------
+
+# It keeps the number of the program and patches `triton.language` in global variables.
+_one_at_a_time = threading.Lock()
+
+
+def _interpret(
+    kernel: Any,
+    programs: int,
+    operands: Sequence[Any],
+    old: Mapping[int, jax.Array],
+    shapes: Sequence[jax.ShapeDtypeStruct],
+    constants: Mapping[str, Any],
+) -> Sequence[jax.Array]:
+    def run(*arrays: Any) -> list[np.ndarray]:
+        arrays = [np.array(x) for x in arrays]
+        replaced = dict(zip(old, arrays[len(operands) :], strict=True))
+        outs = [replaced[i] if i in replaced else _unwritten(shape) for i, shape in enumerate(shapes)]
+        # It computes lanes that no mask lets through, too.
+        with _one_at_a_time, np.errstate(all="ignore"):
+            kernel[(programs,)](*map(_Buffer, [*arrays[: len(operands)], *outs]), **constants)
+        return outs
+
+    return jax.pure_callback(run, list(shapes), *operands, *old.values())
+
+
+def _unwritten(shape: jax.ShapeDtypeStruct) -> np.ndarray:
+    """An output before it is written: no zeros, which a test could take for results."""
+    size, itemsize = shape.shape[0], jnp.dtype(shape.dtype).itemsize
+    return np.full(size * itemsize, 1 if shape.dtype == bool else 0xA5, np.uint8).view(shape.dtype)
+
+
+class _Buffer:
+    """A NumPy array as the interpreter wants its tensors, with the few methods of torch's that it calls."""
+
+    def __init__(self, array: np.ndarray):
+        self.array = array
+        self.shape = array.shape
+        self.dtype = f"torch.{array.dtype.name}"
+
+    def data_ptr(self) -> int:
+        return self.array.ctypes.data
+
+    def untyped_storage(self) -> "_Buffer":
+        return self
+
+    def cpu(self) -> "_Buffer":
+        return self
+
+    def new_empty(self, *_: Any, **__: Any) -> "_Buffer":
+        return _Buffer(self.array[:0])
+
+    def set_(self, storage: "_Buffer", *_: Any) -> None:
+        self.array, self.shape = storage.array, storage.shape
+
+    def storage_offset(self) -> int:
+        return 0
+
+    def size(self) -> tuple[int, ...]:
+        return self.shape
+
+    def stride(self) -> tuple[int, ...]:
+        return (1,)
+
+    def copy_(self, other: "_Buffer") -> None:
+        """Nothing to copy back: `cpu` gave the array itself."""

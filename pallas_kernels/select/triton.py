@@ -1,0 +1,158 @@
+"""Exact top-k of |x| in each row by a Triton kernel: the row is read once and searched in registers.
+
+The search of `pallas.py`, bit by bit with an early end. Ties are settled on the packed words, and only in a row that
+has some at its threshold.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+
+from pallas_kernels import _pallas, _triton
+from pallas_kernels._rows import Rows
+
+# Fewer warps a row: each count of the search crosses them.
+ENTRIES_A_THREAD = 32
+
+
+@triton.jit
+def keys(x):
+    """int32 keys that order like |x|, -1 for NaN."""
+    if x.dtype == tl.float32:
+        key = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        infinity = 0x7F800000
+    else:
+        key = x.to(tl.int16, bitcast=True).to(tl.int32) & 0x7FFF
+        infinity = 0x7F80 if x.dtype == tl.bfloat16 else 0x7C00
+    return tl.where(key > infinity, -1, key)
+
+
+@triton.jit
+def pack_bits(bits):
+    """bool (B,) -> uint32 (B / 32,), lowest bit first."""
+    words: tl.constexpr = bits.shape[0] // 32
+    lane = tl.arange(0, 32)[None, :].to(tl.uint32)
+    # The bits are disjoint: their sum is their "or".
+    return tl.sum(tl.reshape(bits, (words, 32)).to(tl.uint32) << lane, axis=1)
+
+
+@triton.jit
+def popcount(words):
+    """int32, set bits of each uint32, by sums of ever wider fields."""
+    fields = (words & 0x55555555) + ((words >> 1) & 0x55555555)
+    fields = (fields & 0x33333333) + ((fields >> 2) & 0x33333333)
+    fields = (fields & 0x0F0F0F0F) + ((fields >> 4) & 0x0F0F0F0F)
+    return ((fields * 0x01010101) >> 24).to(tl.int32)
+
+
+@triton.jit
+def lowest_bits(words, room):
+    """The words with their lowest `room` set bits only, at most all."""
+    end = tl.zeros_like(room)
+    for i in tl.static_range(5):
+        # So many of the lowest places hold no more than there is room for.
+        trial = end + (16 >> i)
+        below = (tl.full(trial.shape, 1, tl.uint32) << trial.to(tl.uint32)) - 1
+        end = tl.where(popcount(words & below) <= room, trial, end)
+    below = (tl.full(end.shape, 1, tl.uint32) << end.to(tl.uint32)) - 1
+    return tl.where(popcount(words) <= room, words, words & below)
+
+
+@triton.jit
+def largest(x, candidate, k, key_bits: tl.constexpr):
+    """uint32 (B / 32,): the packed min(k, candidates) largest |x| of a row, ties to the lower index.
+
+    Args:
+      x: float (B,), held in registers.
+      candidate: bool (B,), entries that may be taken; NaN never is.
+      k: int32 ().
+      key_bits: of a key, 31 for float32 and 15 for the 16-bit types.
+    """
+    key = tl.where(candidate, keys(x), -1)
+    bit, threshold, reached = key_bits - 1, 0, -1
+    while (bit >= 0) & (reached != k):
+        trial = threshold | (1 << bit)
+        count = tl.sum((key >= trial).to(tl.int32))
+        threshold = tl.where(count >= k, trial, threshold)
+        reached = tl.where(count >= k, count, reached)
+        bit -= 1
+    if reached == k:
+        words = pack_bits(key >= threshold)
+    else:
+        words = pack_bits(key > threshold)
+        tied = pack_bits(key == threshold)
+        number = popcount(tied)
+        before = tl.cumsum(number) - number
+        words |= lowest_bits(tied, k - tl.sum(popcount(words)) - before)
+    return words
+
+
+@triton.jit
+def select_rows(
+    x_ptr,
+    first_row_ptr,
+    k_ptr,
+    words_ptr,
+    windowed: tl.constexpr,
+    given_k: tl.constexpr,
+    num_words: tl.constexpr,
+    size: tl.constexpr,
+    count: tl.constexpr,
+    k: tl.constexpr,
+    k_last: tl.constexpr,
+    block: tl.constexpr,
+    key_bits: tl.constexpr,
+):
+    program = tl.program_id(0)
+    row = program
+    if windowed:
+        row += tl.load(first_row_ptr)
+    if given_k:
+        keep = tl.load(k_ptr + program)
+    else:
+        keep = tl.where(row < count - 1, k, tl.where(row == count - 1, k_last, 0))
+    at = row * block + tl.arange(0, block)
+    x = tl.load(x_ptr + at, mask=at < size, other=0.0)
+    words = largest(x, at < size, keep, key_bits)
+    word = program * (block // 32) + tl.arange(0, block // 32)
+    tl.store(words_ptr + word, words, mask=word < num_words)
+
+
+def select(
+    x: jax.Array,
+    *window: jax.Array,
+    rows: Rows,
+    num_rows: int | None = None,
+    given_k: bool = False,
+    into: jax.Array | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """As `pallas.select`."""
+    windowed = num_rows is not None
+    num_words = rows.words if num_rows is None else num_rows * rows.row_words
+    constants: dict[str, Any] = {
+        "windowed": windowed,
+        "given_k": given_k,
+        "num_words": num_words,
+        "size": rows.size,
+        "count": rows.count,
+        "k": rows.k,
+        "k_last": rows.keeps_last,
+        "block": rows.block,
+        "key_bits": 8 * x.dtype.itemsize - 1,
+    }
+    (out,) = _triton.call(
+        select_rows,
+        "select_rows",
+        rows.count if num_rows is None else num_rows,
+        [x, window[0] if windowed else None, window[-1] if given_k else None],
+        [(num_words, jnp.uint32)],
+        constants=constants,
+        into=None if into is None else {0: into},
+        num_warps=_pallas.warps(rows.block, ENTRIES_A_THREAD),
+        interpret=interpret,
+    )
+    return out
