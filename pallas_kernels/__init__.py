@@ -6,3 +6,8 @@ None is the kernel in a program that is lowered for CUDA, where it supports the 
 "xla" and "pallas" name one, which then runs or raises NotImplementedError. Under `jax.shard_map` kernels see a worker's own
 arrays; XLA cannot divide one over devices by itself.
 """
+
+from pallas_kernels._dispatch import IMPLEMENTATIONS
+from pallas_kernels._rows import MAX_KERNEL_BLOCK
+
+__all__ = ["IMPLEMENTATIONS", "MAX_KERNEL_BLOCK"]

@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from pallas_kernels.apply_pass import BIAS_CORRECTIONS, adams, coefficients
 from scape_jax._checks import check_hyperparameters, check_one_of
 
 BiasCorrection = Literal["both", "none", "momentum"]
-BIAS_CORRECTIONS = ("both", "none", "momentum")
 
 
 class ScaleByAdamSState(NamedTuple):
@@ -53,15 +53,8 @@ def adams_rule(
         (m_{t-1} and m_t, both by 1 - b1^t).
       g_in_v: the gradient that enters v where it differs from `g`.
     """
-    g_in_v = g if g_in_v is None else g_in_v
-    m = b1 * m_prev + (1 - b1) * g
-    m_hat, m_prev_hat, v_scale = m, m_prev, 1.0
-    if bias_correction == "both":
-        m_hat, v_scale = m / (1 - b1**step), 1 / (1 - b2**step)
-    elif bias_correction == "momentum":
-        m_hat, m_prev_hat = m / (1 - b1**step), m_prev / (1 - b1**step)
-    v = (b2 * jnp.square(m_prev_hat) + (1 - b2) * jnp.square(g_in_v)) * v_scale
-    return m, m_hat / (jnp.sqrt(v) + eps)
+    c = coefficients(step, b1=b1, b2=b2, eps=eps)
+    return adams(g, m_prev, g if g_in_v is None else g_in_v, c, bias_correction)
 
 
 def scale_by_adams(

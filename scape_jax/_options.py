@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 
+from pallas_kernels import IMPLEMENTATIONS, MAX_KERNEL_BLOCK
 from scape_jax import _checks as check
 from scape_jax._adams import BIAS_CORRECTIONS
 from scape_jax._exchange import AxisName
@@ -22,6 +23,7 @@ STATIC_ARGS = (
     "mask_every",
     "staleness_power",
     "axis_name",
+    "implementation",
 )
 
 
@@ -46,6 +48,7 @@ class ScapeOptions:
     mask_every: int = 1
     staleness_power: float = 0.0
     skip_nonfinite: bool = True
+    implementation: Literal["xla", "pallas", "triton"] | None = None
 
     def __post_init__(self):
         check.check_density(self.density)
@@ -71,6 +74,21 @@ class ScapeOptions:
         )
         check.check_clip_norm(self.clip_norm)
         check.check_payload_dtype(self.payload_dtype)
+
+        if self.implementation is not None:
+            check.check_one_of("implementation", self.implementation, IMPLEMENTATIONS)
+        if self.implementation in ("pallas", "triton") and (reason := self.no_kernel()):
+            raise NotImplementedError(
+                f"implementation={self.implementation!r}: there is no kernel for {reason}. Use None."
+            )
+
+    def no_kernel(self) -> str | None:
+        """Why no kernel takes leaves cut like this, or None if they do."""
+        if self.selection != "block":
+            return f"selection={self.selection!r}, whose rows may have any length"
+        if self.block_size & (self.block_size - 1) or self.block_size > MAX_KERNEL_BLOCK:
+            return f"block_size={self.block_size}, no power of two up to {MAX_KERNEL_BLOCK}"
+        return None
 
     def layout_arguments(self) -> dict[str, Any]:
         return {

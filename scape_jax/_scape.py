@@ -26,6 +26,7 @@ import optax
 from scape_jax import _exchange as ex
 from scape_jax._adams import output_dtypes
 from scape_jax._chain import Optimizer, check_rates
+from scape_jax._kernel_step import KernelStep, takes_kernels
 from scape_jax._layout import density_levels, final_count, leaf_layouts
 from scape_jax._options import ScapeOptions
 from scape_jax._scape_step import Emit, Leaf, ScapeStep
@@ -105,8 +106,9 @@ def _step(
     def flat(tree):
         return [None] * len(layouts) if tree is None else treedef.flatten_up_to(tree)
 
+    kernels = takes_kernels(opts)
     leaves = [
-        Leaf(lay, g.astype(jnp.float32), h, prev, own, age)
+        Leaf(lay, g if kernels else g.astype(jnp.float32), h, prev, own, age)
         for lay, g, h, prev, own, age in zip(
             layouts,
             jax.tree.leaves(updates),
@@ -117,8 +119,14 @@ def _step(
             strict=True,
         )
     ]
-    nonfinite, value = ex.control_numbers([leaf.g for leaf in leaves], nonfinite, value, opts.skip_nonfinite)
-    new = ScapeStep(opts, leaves, state.count, num_workers).run(emit, nonfinite, value, state.stats, level)
+    if not kernels:
+        nonfinite, value = ex.control_numbers(
+            [leaf.g for leaf in leaves], nonfinite, value, opts.skip_nonfinite
+        )
+    step = (KernelStep if kernels else ScapeStep)(opts, leaves, state.count, num_workers)
+    new = step.run(
+        emit, nonfinite, jnp.zeros((), jnp.float32) if value is None else value, state.stats, level
+    )
 
     tree = treedef.unflatten
     new_state = ScaleByScapeState(
@@ -146,9 +154,10 @@ def scale_by_scape(density: float | None = None, **options: Any) -> optax.Gradie
         leaves, treedef = jax.tree.flatten(updates)
         dtypes = output_dtypes(leaves, treedef, params)
 
-        def emit(i, kept, u, ok):
+        def leaf(i, kept, u, ok):
             return kept.put(jnp.zeros(leaves[i].shape, jnp.float32), u, ok).astype(dtypes[i])
 
+        emit = Emit(leaf, update=True, dtypes=dtypes, eta=-1.0, lam=None, theta=None)
         return _step(opts, emit, updates, state, **extra_args)
 
     return optax.GradientTransformationExtraArgs(functools.partial(_init, opts), update)
@@ -179,19 +188,20 @@ def _scape(opts: ScapeOptions, learning_rate: Any, weight_decay: Any, weight_dec
         eta, lam = rates(params, state)
         theta = leaves if lam is None else treedef.flatten_up_to(params)
 
-        def emit(i, kept, u, ok):
+        def leaf(i, kept, u, ok):
             decay = 0.0 if lam is None else lam[i] * theta[i].astype(jnp.float32)
             change = kept.add(jnp.broadcast_to(jnp.asarray(decay, jnp.float32), leaves[i].shape), u)
             # -0.0 is the one number that leaves every parameter bit-equal when added.
             return jnp.where(ok, -eta * change, -0.0).astype(dtypes[i])
 
+        emit = Emit(leaf, update=True, dtypes=dtypes, eta=eta, lam=lam, theta=theta)
         return _step(opts, emit, updates, state, **extra_args)
 
     def apply(updates, state, params, **extra_args):
         theta = jax.tree.structure(updates).flatten_up_to(params)
         eta, lam = rates(params, state)
 
-        def emit(i, kept, u, ok):
+        def leaf(i, kept, u, ok):
             x = theta[i].astype(jnp.float32)
             if kept.at is None:  # the very operations of the dense optimizers
                 return jnp.where(
@@ -200,6 +210,8 @@ def _scape(opts: ScapeOptions, learning_rate: Any, weight_decay: Any, weight_dec
             decayed = x if lam is None else jnp.where(ok, x - (eta * lam[i]) * x, x)
             return kept.add(decayed, jnp.where(ok, -eta * u, -0.0)).astype(theta[i].dtype)
 
+        dtypes = [x.dtype for x in theta]
+        emit = Emit(leaf, update=False, dtypes=dtypes, eta=eta, lam=lam, theta=theta)
         return _step(opts, emit, updates, state, **extra_args)
 
     levels = density_levels(opts.density, opts.density_warmup_steps)
@@ -234,6 +246,7 @@ def scape(
     mask_every: int | None = None,
     staleness_power: float | None = None,
     skip_nonfinite: bool = True,
+    implementation: Literal["xla", "pallas", "triton"] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""SCAPE with learning rate and decoupled weight decay: AdamS that exchanges only `density` of the entries.
 
@@ -275,6 +288,9 @@ def scape(
       staleness_power: p: an entry that waited tau steps enters v as ghat / tau^p. None: 0 (the paper). 1 is better at
         small budgets (docs/results).
       skip_nonfinite: a non-finite gradient on any worker makes all workers skip the step, bit for bit.
+      implementation: None takes the GPU kernels on GPUs where they fit (selection "block", block_size a power of two up
+        to 8192) and plain JAX elsewhere; "xla" is plain JAX everywhere; "pallas" or "triton" is that kind of kernel or
+        NotImplementedError.
 
     Returns:
       An ordinary optax transformation. `init` and `update` run inside shard_map when axis_name is given
@@ -282,7 +298,8 @@ def scape(
       static number such as density.
 
     Raises:
-      ValueError: a setting is outside its range. TypeError: a leaf is not floating-point.
+      ValueError: a setting is outside its range. TypeError: a leaf is not floating-point. NotImplementedError: the named
+        implementation is not for these settings or this device.
 
     Example:
       >>> import jax.numpy as jnp, optax, scape_jax
@@ -316,6 +333,7 @@ def scape(
         codec=codec,
         dense=dense,
         skip_nonfinite=skip_nonfinite,
+        implementation=implementation,
     )
     check_rates(learning_rate, weight_decay)
     return _scape(opts, learning_rate, weight_decay, weight_decay_mask)

@@ -46,8 +46,20 @@ class Leaf:
     age: Any  # (*shape) uint8
 
 
-# (leaf number, its mask, u on the kept entries, ok) -> what the step returns for that leaf.
-Emit = Callable[[int, Kept, jax.Array, jax.Array], jax.Array]
+@dataclasses.dataclass(frozen=True)
+class Emit:
+    """What the step returns for each leaf: theta - eta (u + lam theta), or that change alone.
+
+    `leaf` makes it in plain JAX; a kernel makes the same from the other fields.
+    """
+
+    # (leaf number, its mask, u on the kept entries, ok) -> what the step returns for that leaf.
+    leaf: Callable[[int, Kept, jax.Array, jax.Array], jax.Array]
+    update: bool  # the change alone
+    dtypes: list[Any]  # of the results
+    eta: Any
+    lam: list[Any] | None  # weight decay of each leaf; None: none
+    theta: list[jax.Array] | None  # parameters, where they are needed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,7 +199,7 @@ class ScapeStep:
             kept, rule = kept_in_turn(write, kept, leaf.layout), functools.partial(self._rule, step)
             values = (ghat, m_prev, stats.clip_factor, None if leaf.age is None else kept.take(leaf.age))
             m, u = rule(*values) if kept.at is None else in_turn(write, rule, *values)
-            emitted.append(emit(i, kept, u, write))
+            emitted.append(emit.leaf(i, kept, u, write))
             hs.append(_new_buffer(leaf, kept, m, write, b1))
             ages.append(_new_age(leaf, kept, write))
             write = self._next_turn(write, emitted[-1], hs[-1])
@@ -230,11 +242,7 @@ class ScapeStep:
         keeps = keeps[:, self._level_after(1)]
 
         def select_all():
-            own, turn = [], jnp.ones((), bool)
-            for leaf, k in zip(self.sparse, keeps, strict=True):
-                own.append(_refresh(leaf, self.opts.b1, k, jnp.where(turn, worker, -1))[None])
-                turn = is_computed(own[-1])
-            return own
+            return self._select(keeps, worker)
 
         if self.opts.mask_every > 1:
             old = [leaf.own for leaf in self.sparse]
@@ -242,6 +250,14 @@ class ScapeStep:
         else:
             own = iter(select_all())
         return [next(own) if leaf.layout.sparse else None for leaf in self.leaves]
+
+    def _select(self, keeps: jax.Array, worker: jax.Array) -> list[jax.Array]:
+        """Of every sparse leaf the new rows of `worker`; keeps: int32 (leaves, 2), k of a full row and of the last."""
+        own, turn = [], jnp.ones((), bool)
+        for leaf, k in zip(self.sparse, keeps, strict=True):
+            own.append(_refresh(leaf, self.opts.b1, k, jnp.where(turn, worker, -1))[None])
+            turn = is_computed(own[-1])
+        return own
 
 
 def _taken(leaf: Leaf, b1: Any, kept: Kept) -> tuple[jax.Array, jax.Array]:
@@ -285,6 +301,13 @@ def _new_age(leaf: Leaf, kept: Kept, ok: jax.Array) -> jax.Array | None:
     return kept.put(older, jnp.zeros((kept.count(leaf.layout),), jnp.uint8), ok)
 
 
+def owned_rows(layout: LeafLayout, keeps: jax.Array, worker: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """int32 (owned rows,): the rows of a worker, and how many entries are kept in each; none behind the last one."""
+    row = worker * layout.owned_rows + jnp.arange(layout.owned_rows, dtype=jnp.int32)
+    last = layout.rows - 1
+    return row, jnp.where(row < last, keeps[0], jnp.where(row == last, keeps[1], 0))
+
+
 def _refresh(leaf: Leaf, b1: Any, keeps: jax.Array, worker: jax.Array) -> jax.Array:
     """M_t of the rows this worker owns: its largest |mt^n|, packed. keeps: int32 (2,), k of a full row and of the last."""
     lay = leaf.layout
@@ -298,8 +321,7 @@ def _refresh(leaf: Leaf, b1: Any, keeps: jax.Array, worker: jax.Array) -> jax.Ar
     score = _semi_updated(part(leaf.h, 1), part(leaf.g, 1), part(leaf.prev, 32), b1).reshape(
         lay.owned_rows, lay.row
     )
-    row = worker * lay.owned_rows + jnp.arange(lay.owned_rows, dtype=jnp.int32)
-    k = jnp.where(row < lay.rows - 1, keeps[0], jnp.where(row == lay.rows - 1, keeps[1], 0))
+    row, k = owned_rows(lay, keeps, worker)
     valid = None
     if total != lay.size:
         valid = row[:, None] * lay.row + jnp.arange(lay.row, dtype=jnp.int32)[None, :] < lay.size

@@ -84,10 +84,12 @@ def worker_step(
     """
     loss, grads = loss_and_grads(loss_fn, params, batch, accumulate)
     extra: dict[str, Any] = {} if level is None else {"level": level}
-    extra |= {"value": loss, "nonfinite": ex.any_nonfinite(jax.tree.leaves(grads))}
+    extra |= {"value": loss}
     if getattr(tx, "apply", None) is not None:
         new_params, new_state = tx.apply(grads, opt_state, params, **extra)
     else:
+        # Of the raw gradients: what stands before the exchange in a chain may hide that they are not finite.
+        extra |= {"nonfinite": ex.any_nonfinite(jax.tree.leaves(grads))}
         update = optax.with_extra_args_support(tx).update
         updates, new_state = update(grads, opt_state, params, **extra)
         ok = ex.step_was_taken(opt_state, new_state)

@@ -9,13 +9,21 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import _dispatch
+from pallas_kernels import _dispatch, _triton
 from pallas_kernels._rows import BLOCK, Rows, check_entries, check_words, no_kernel
 from pallas_kernels.apply_pass import pallas, reference
 from pallas_kernels.apply_pass.reference import Scalars
 from pallas_kernels.apply_pass.rule import BIAS_CORRECTIONS, Coefficients, adams, coefficients
 
-__all__ = ["Applied", "Coefficients", "Scalars", "adams", "apply_pass", "coefficients"]
+__all__ = [
+    "BIAS_CORRECTIONS",
+    "Applied",
+    "Coefficients",
+    "Scalars",
+    "adams",
+    "apply_pass",
+    "coefficients",
+]
 
 DTYPES = ("float32", "bfloat16")
 
@@ -142,7 +150,10 @@ def apply_pass(
         *arrays,
         *after,
         reference=functools.partial(reference.update, **options),
-        kernels={"pallas": functools.partial(pallas.update, **options)},
+        kernels={
+            "pallas": functools.partial(pallas.update, **options),
+            "triton": functools.partial(_triton.twin("apply_pass", "update"), **options),
+        },
         implementation=implementation,
         unsupported=no_kernel(rows, theta.dtype, g.dtype, total.dtype, dtype, allowed=DTYPES)
         or (None if rows.kept else "no entries are kept"),

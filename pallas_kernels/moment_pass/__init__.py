@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import _dispatch
+from pallas_kernels import _dispatch, _triton
 from pallas_kernels._rows import BLOCK, Rows, check_entries, check_words, no_kernel
 from pallas_kernels.moment_pass import pallas, reference
 
@@ -41,7 +41,7 @@ def moment_pass(
     block: int = BLOCK,
     squares: bool = True,
     dtype: Any = jnp.float32,
-    into: jax.Array | None = None,
+    into: jax.Array | int | None = None,
     first: int = 0,
     implementation: str | None = None,
     interpret: bool = False,
@@ -64,7 +64,8 @@ def moment_pass(
       squares: sum g^2 of each row too, which tells whether an entry is not finite. Without it only the kept entries of
         g are read.
       dtype: of the payload, float32 or bfloat16.
-      into: dtype (M,), a buffer for many leaves; the payload is written into it, in place where it can be.
+      into: dtype (M,), a buffer for many leaves; the payload is written into it, in place where it can be. Or M: a new
+        buffer, which holds anything elsewhere.
       first: place in `into` of the payload's first entry.
       implementation: None, "xla", "pallas" or "triton", see `pallas_kernels`.
       interpret: run the named kernel on any device, slowly; for tests.
@@ -89,15 +90,18 @@ def moment_pass(
     rows = Rows(h.size, block, k, k_last)
     arrays = (*_checked(h, g, last, rows), words, jnp.asarray(1 - b1, jnp.float32).reshape(1))
     check_words(words, rows)
-    if into is not None:
-        if into.ndim != 1 or into.dtype != dtype or not 0 <= first <= into.size - rows.kept:
-            raise ValueError(
-                f"into must be {jnp.dtype(dtype)} of at least first + {rows.kept} entries, got {into.dtype} "
-                f"{into.shape} and first = {first}."
-            )
-        arrays = (*arrays, into)
+    buffer = rows.kept if into is None else into
+    size, fits = buffer, True
+    if not isinstance(buffer, int):
+        arrays, size = (*arrays, buffer), buffer.size
+        fits = buffer.ndim == 1 and buffer.dtype == dtype
+    if not fits or not 0 <= first <= size - rows.kept:
+        raise ValueError(
+            f"into must be {jnp.dtype(dtype)} of at least first + {rows.kept} entries, got {into} and first = {first}."
+        )
     options: dict[str, Any] = {
         "rows": rows,
+        "size": size,
         "first": first,
         "dtype": jnp.dtype(dtype),
         "squares": squares,
@@ -106,7 +110,10 @@ def moment_pass(
         "moment_pass",
         *arrays,
         reference=functools.partial(reference.payload, **options),
-        kernels={"pallas": functools.partial(pallas.payload, **options)},
+        kernels={
+            "pallas": functools.partial(pallas.payload, **options),
+            "triton": functools.partial(_triton.twin("moment_pass", "payload"), **options),
+        },
         implementation=implementation,
         unsupported=_no_kernel(rows, g) or (None if rows.kept else "no entries are kept"),
         interpret=interpret,
@@ -169,7 +176,10 @@ def select_moment(
         k.astype(jnp.int32),
         jnp.asarray(first_row, jnp.int32),
         reference=functools.partial(reference.select, **options),
-        kernels={"pallas": functools.partial(pallas.select, **options)},
+        kernels={
+            "pallas": functools.partial(pallas.select, **options),
+            "triton": functools.partial(_triton.twin("moment_pass", "select"), **options),
+        },
         implementation=implementation,
         unsupported=_no_kernel(rows, g) or (None if num_rows else "there are no rows"),
         interpret=interpret,

@@ -26,6 +26,7 @@ def payload(
     rest: jax.Array,
     *buffer: jax.Array,
     rows: Rows,
+    size: int,
     first: int,
     dtype: jnp.dtype,
     squares: bool,
@@ -41,15 +42,16 @@ def payload(
       last: uint32 (words,), where h holds m.
       words: uint32 (words,), the entries to take.
       rest: float32 (1,), 1 - b1.
-      *buffer: dtype (>= first + rows.kept,), at most one: the payload is written into it.
+      *buffer: dtype (size,), at most one: the payload is written into it.
       rows: how the leaf is cut and what is kept.
-      first: place in `buffer` of the first entry.
+      size: entries of the buffer that is written, at least first + rows.kept.
+      first: place in it of the first entry.
       dtype: of the payload.
       squares: return the sums of squares too.
       interpret: as in `_pallas.call`.
 
     Returns:
-      (`buffer`, or (rows.kept,) without one; float32 (R,) if `squares`).
+      (the buffer, undefined where nothing was written; float32 (R,) if `squares`).
     """
 
     def kernel(h_ref, g_ref, last_ref, words_ref, rest_ref, payload_ref, *squares_ref):
@@ -73,7 +75,7 @@ def payload(
             "moment_pass",
             rows.count,
             [h, g, last, words, rest],
-            [(rows.kept, dtype), *([(rows.count, jnp.float32)] if squares else [])],
+            [(size, dtype), *([(rows.count, jnp.float32)] if squares else [])],
             into=dict(enumerate(buffer)),
             num_warps=_pallas.warps(rows.block, ENTRIES_A_THREAD),
             interpret=interpret,

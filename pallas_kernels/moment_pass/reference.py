@@ -26,6 +26,7 @@ def payload(
     rest: jax.Array,
     *buffer: jax.Array,
     rows: Rows,
+    size: int,
     first: int,
     dtype: jnp.dtype,
     squares: bool,
@@ -34,7 +35,8 @@ def payload(
     g32 = g.astype(jnp.float32)
     taken = g32 + jnp.where(unpack(last, rows.size), 0.0, h) / rest[0]
     kept = compact.compact(taken, words, rows=rows).astype(dtype)
-    out = lax.dynamic_update_slice(buffer[0], kept, (first,)) if buffer else kept
+    whole = buffer[0] if buffer else jnp.zeros((size,), dtype)
+    out = kept if size == rows.kept else lax.dynamic_update_slice(whole, kept, (first,))
     if not squares:
         return (out,)
     short = rows.count * rows.block - rows.size

@@ -1,0 +1,196 @@
+"""The step by kernels against the plain-JAX step: the same masks to the bit, the same numbers to rounding.
+
+On CPU the operations take their references, in the order and with the buffers of the GPU; two cases run the kernels
+themselves, interpreted.
+"""
+
+import functools
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import scape_jax
+from pallas_kernels import _dispatch
+from scape_jax import _kernel_step
+from tests.helpers import assert_bit_equal, assert_close, make_mesh
+from tests.pallas_kernels.triton_on_cpu import needs_triton
+from tests.quick_compile import quick_compile  # noqa: F401
+from tests.scape_jax.side_by_side import (
+    BLOCK,
+    linear_loss,
+    make_batches,
+    make_params,
+    on_host,
+    one_program,
+    run,
+    state_of,
+)
+
+SETTINGS = {"density": 0.1, "weight_decay": 0.1, "axis_name": "data", "block_size": BLOCK}
+CASES = {
+    "default": {},
+    "bitmap, bfloat16 payload": {"codec": "bitmap", "payload_dtype": jnp.bfloat16},
+    "index, ages": {"density": 0.03, "staleness_power": 1.0},
+    "reused masks, literal clipping": {"mask_every": 2, "clip_norm": 0.1, "clip_order": "paper"},
+    "no decay, no check": {"weight_decay": 0.0, "skip_nonfinite": False, "bias_correction": "momentum"},
+    "warm-up": {"density_warmup_steps": 3, "bias_correction": "none"},
+}
+
+
+@pytest.fixture
+def on_gpu(monkeypatch):
+    """What the optimizer would see on a GPU; the operations still choose where the program is lowered: here."""
+    monkeypatch.setattr(_kernel_step, "_on_gpu", lambda: True)
+
+
+def steps(num_workers, count=4, **settings):
+    tx = one_program(scape_jax.scape(1e-2, **(SETTINGS | settings)))
+    step = scape_jax.make_train_step(linear_loss, tx, make_mesh(num_workers))
+    return run(step, make_params(), make_batches(8, count))
+
+
+def assert_same(got, want):
+    for (params, state, metrics), (want_params, want_state, want_metrics) in zip(got, want, strict=True):
+        ours, theirs = (state_of(s, scape_jax.ScaleByScapeState) for s in (state, want_state))
+        exact = lambda s: (s.count, s.mask, s.next_mask, s.age, s.stats.skipped)  # noqa: E731
+        assert_bit_equal(exact(ours), exact(theirs))
+        assert_close(params, want_params, "params")
+        assert_close(ours.h, theirs.h, "params")
+        assert_close(metrics, want_metrics, "params")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_same_masks_and_numbers(on_gpu, case):
+    """Four workers; a dense step, then sparse ones, in which every worker's buffer differs."""
+    got = steps(4, **CASES[case])
+    assert_same(got, steps(4, implementation="xla", **CASES[case]))
+
+
+def test_one_worker(on_gpu):
+    """No collective is left, and nothing else is left out."""
+    assert_same(steps(1, count=3), steps(1, count=3, implementation="xla"))
+
+
+@pytest.mark.parametrize("kind", ["pallas", pytest.param("triton", marks=needs_triton)])
+def test_the_kernels_themselves(kind):
+    """Named and interpreted, through the whole step."""
+    with _dispatch.interpreted():
+        got = steps(2, count=3, staleness_power=1.0, implementation=kind)
+    assert_same(got, steps(2, count=3, staleness_power=1.0, implementation="xla"))
+
+
+def test_bfloat16_parameters_and_gradients(on_gpu):
+    """Both engines round the parameters to bfloat16 once a step; the state stays float32."""
+    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), make_params())
+
+    def some(**settings):
+        tx = one_program(scape_jax.scape(1e-1, **(SETTINGS | settings)))
+        step = scape_jax.make_train_step(linear_loss, tx, make_mesh(2))
+        return run(step, params, make_batches(4, 3))
+
+    for (got, state, _), (want, want_state, _) in zip(some(), some(implementation="xla"), strict=True):
+        assert_close(got, want, "bf16")
+        ours, theirs = (state_of(s, scape_jax.ScaleByScapeState) for s in (state, want_state))
+        assert_bit_equal((ours.mask, ours.next_mask), (theirs.mask, theirs.next_mask))
+        assert_close(ours.h, theirs.h, "params")
+
+
+LEAVES = {"w": (5, 70), "scale": (5,)}
+
+
+def updates_of(tx, check_vma=False, count=2):
+    """(updates, state) of optax' interface in a user's own shard_map."""
+    mesh, params = make_mesh(2), make_params(shapes=LEAVES)
+    mapped = functools.partial(jax.shard_map, mesh=mesh, check_vma=check_vma)
+    shapes = jax.eval_shape(
+        jax.shard_map(tx.init, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False), params
+    )
+    specs = scape_jax.state_specs(shapes, "data")
+    state = jax.jit(mapped(tx.init, in_specs=P(), out_specs=specs))(params)
+
+    def step(params, state, grads):
+        grads = jax.tree.map(lambda g: g[0], grads)
+        return tx.update(grads, state, params)
+
+    step = jax.jit(mapped(step, in_specs=(P(), specs, P("data")), out_specs=(P(), specs)))
+    for batch in make_batches(2, count, shapes=LEAVES):
+        updates, state = step(params, state, batch)
+        params = optax.apply_updates(params, updates)
+    return on_host((updates, state))
+
+
+@pytest.mark.parametrize("check_vma", [False, True])
+@pytest.mark.parametrize(
+    "make",
+    [
+        functools.partial(scape_jax.scape, 1e-2, **SETTINGS),
+        functools.partial(
+            scape_jax.scale_by_scape, **{k: x for k, x in SETTINGS.items() if k != "weight_decay"}
+        ),
+    ],
+    ids=["scape", "scale_by_scape"],
+)
+def test_updates_in_a_users_shard_map(on_gpu, make, check_vma):
+    """Dense updates instead of parameters; under check_vma types must prove that they are equal on all workers."""
+    got, state = updates_of(make(), check_vma)
+    want, want_state = updates_of(make(implementation="xla"), check_vma)
+    assert_close(got, want, "params")
+    assert_bit_equal(state.mask, want_state.mask)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_bad_gradient_on_one_worker_changes_no_bit(on_gpu, value):
+    """In an entry that nobody keeps, of the last worker: everything stays, on all."""
+    tx = one_program(scape_jax.scape(1e-2, **(SETTINGS | {"staleness_power": 1.0})))
+    step = scape_jax.make_train_step(linear_loss, tx, make_mesh(4))
+    params, state = make_params(), step.init(make_params())
+    *batches, bad = make_batches(8, 3)
+    for batch in batches:
+        params, state, _ = step(params, state, batch)
+    before = on_host((params, state))
+    bad["embedding/table"][-1, 36, 18] = value
+    params, state, metrics = step(params, state, bad)
+    assert int(metrics["skipped"]) == 1
+    same = lambda state: state_of(state, scape_jax.ScaleByScapeState)._replace(stats=None)  # noqa: E731
+    assert_bit_equal((on_host(params), same(on_host(state))), (before[0], same(before[1])))
+
+
+# Which step is taken ----------------------------------------------------------------------------------------------
+
+
+def traced_kernels(**settings):
+    """Whether a traced step holds kernels."""
+    tx = scape_jax.scape(1e-2, density=0.1, block_size=settings.pop("block_size", BLOCK), **settings)
+    params = {"w": jnp.zeros((8, 64))}
+    update = functools.partial(tx.update, level=tx.final_level)
+    return "pallas_call" in str(jax.make_jaxpr(update)(params, jax.eval_shape(tx.init, params), params))
+
+
+def test_kernels_are_traced_only_for_gpus(on_gpu, monkeypatch, caplog):
+    """A CPU run must not pay for tracing them; a setting that no kernel takes falls back with one line."""
+    assert traced_kernels()
+    assert not traced_kernels(implementation="xla")
+    with caplog.at_level(logging.WARNING, logger="scape_jax"):
+        assert not traced_kernels(selection="leaf")
+        assert not traced_kernels(selection="leaf")
+        assert not traced_kernels(block_size=96)
+    assert [record.message for record in caplog.records] == [
+        "scape: plain JAX instead of kernels: selection='leaf', whose rows may have any length.",
+        "scape: plain JAX instead of kernels: block_size=96, no power of two up to 8192.",
+    ]
+    monkeypatch.undo()
+    assert not traced_kernels()
+
+
+def test_a_named_kernel_runs_or_says_why_not():
+    with pytest.raises(NotImplementedError, match="no kernel for block_size=96"):
+        scape_jax.scape(1e-2, density=0.1, block_size=96, implementation="pallas")
+    with pytest.raises(ValueError, match="implementation must be one of"):
+        scape_jax.scape(1e-2, density=0.1, implementation="cuda")
+    with pytest.raises(NotImplementedError, match="lowered for cpu"):
+        steps(1, count=2, implementation="pallas")
