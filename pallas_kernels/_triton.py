@@ -21,9 +21,16 @@ from jax.interpreters import mlir
 
 # jax-triton 0.3.1 is the last one for JAX 0.10, 0.4.1 the first that works with JAX 0.12.
 _OLD_LINE = jax.__version_info__ < (0, 11)
-# Triton writes the PTX version of the ptxas that it brings along, which an older ptxas, such as CUDA 13.0's, refuses.
-# It uses nothing that is newer than this one.
-_PTX_VERSION = 90
+_OPTIONS = {
+    # Triton writes the version of the ptxas that it brings along, which an older ptxas, such as CUDA 13.0's, refuses. It
+    # uses nothing that is newer than this one.
+    "ptx_version": 90,
+    # Every operation rounds as it is written and denormals count, as in the Pallas kernels.
+    "enable_fp_fusion": False,
+    "enable_reflect_ftz": False,
+    # Where it may choose, ptxas aims at so many programs on a multiprocessor that it spills a register or two for them.
+    "maxnreg": 96,
+}
 _SM_90 = 90
 
 
@@ -60,6 +67,7 @@ def call(
     *,
     constants: Mapping[str, Any],
     into: Mapping[int, jax.Array] | None = None,
+    after: Sequence[jax.Array] = (),
     num_warps: int,
     interpret: bool = False,
 ) -> list[jax.Array]:
@@ -71,9 +79,11 @@ def call(
       programs: how many, at least one.
       operands: arrays of any shape, given to the kernel flat. None for a pointer that it does not use in this call.
       outputs: (entries, dtype) of each output. What no program writes is undefined.
-      constants: the kernel's `tl.constexpr` arguments by name.
+      constants: the kernel's `tl.constexpr` arguments by name, and None for each of the last output pointers that this
+        call has no output for.
       into: output number -> an array that it replaces, of at least as many entries: in place where XLA need not keep
         the old one, and what no program writes stays. The kernel gets no pointer to the old one.
+      after: arrays that are computed before; the kernel gets no pointer to them.
       num_warps: of each program.
       interpret: run by Triton's interpreter, on CPU. Triton has to be imported with TRITON_INTERPRET=1 set.
 
@@ -92,7 +102,8 @@ def call(
         if interpret:
             outs = _interpret(kernel, programs, flat, old, shapes, constants)
         else:
-            outs = _compile(kernel, name, programs, flat, old, shapes, constants, num_warps)
+            first = [jnp.ravel(x) for x in after]
+            outs = _compile(kernel, name, programs, first, flat, old, shapes, constants, num_warps)
     return _as_varying_as([*flat, *old.values()], outs)
 
 
@@ -122,6 +133,7 @@ def _compile(
     kernel: Any,
     name: str,
     programs: int,
+    unused: Sequence[jax.Array],
     operands: Sequence[Any],
     old: Mapping[int, jax.Array],
     shapes: Sequence[jax.ShapeDtypeStruct],
@@ -130,18 +142,20 @@ def _compile(
 ) -> Sequence[jax.Array]:
     jax_triton = _jax_triton()
     options: dict[str, Any] = {"grid": (programs,), "name": name, "num_warps": num_warps, "num_stages": 1}
-    # Every operation rounds as it is written, as in the interpreter and whatever Triton's default is.
     if _OLD_LINE:
+        # It hands a kernel the replaced arrays besides the outputs that take their places.
+        unused = [*old.values(), *unused]
         return jax_triton.triton_call(
-            *old.values(),
+            *unused,
             *operands,
-            kernel=_with_old_buffers(kernel, len(old)),
+            kernel=_with_unused(kernel, len(unused)),
             out_shape=list(shapes),
             input_output_aliases=dict(enumerate(old)),
-            enable_fp_fusion=False,
             **options,
             **constants,
         )
+    operands = [*unused, *operands]
+    kernel = _with_unused(kernel, len(unused))
     names = [p.name for p in kernel.params if not p.is_constexpr][len(operands) :]
     with warnings.catch_warnings():
         # Its successor, jax.new_ref, is not there in the older line.
@@ -151,7 +165,7 @@ def _compile(
             kernel=kernel,
             out_type=list(shapes),
             input_output_aliases={len(operands) + j: i for j, i in enumerate(old)},
-            backend_options={"ptx_version": _PTX_VERSION, "enable_fp_fusion": False},
+            backend_options=_OPTIONS,
             **{names[i]: x for i, x in old.items()},
             **options,
             **constants,
@@ -164,7 +178,7 @@ def _jax_triton() -> Any:
     library = _imported("jax_triton.triton_lib")
     primitive = library.triton_kernel_call_p
     if _OLD_LINE:
-        # Replaces jax-triton's rule for every kernel of this process, with the same rule and two settings.
+        # Replaces jax-triton's rule for every kernel of this process, with the same rule and other options.
         mlir.register_lowering(primitive, functools.partial(_lower, library), platform="cuda")
     else:
         _mend_dead_code_rule(primitive)
@@ -181,11 +195,11 @@ def _mend_dead_code_rule(primitive: Any) -> None:
 
 
 def _lower(library: Any, ctx: Any, *args: Any, **params: Any) -> Any:
-    """jax-triton 0.3.1's rule, with the PTX version that it has no argument for, and also where there is no GPU."""
+    """jax-triton 0.3.1's rule, with options that it has no argument for, and also where there is no GPU."""
 
     class Backend(library.cb.CUDABackend):
         def parse_options(self, opts: dict[str, Any]) -> Any:
-            return super().parse_options({"ptx_version": _PTX_VERSION, **opts})
+            return super().parse_options({**opts, **_OPTIONS})
 
     if params["compute_capability"] is None:
         try:
@@ -197,19 +211,16 @@ def _lower(library: Any, ctx: Any, *args: Any, **params: Any) -> Any:
 
 
 @functools.cache
-def _with_old_buffers(kernel: Any, count: int) -> Any:
-    """The kernel with `count` parameters in front that it does not use.
-
-    jax-triton 0.3.1 hands a kernel the replaced arrays besides the outputs that take their places, 0.4.1 does not.
-    """
+def _with_unused(kernel: Any, count: int) -> Any:
+    """The kernel with `count` pointers in front that it does not use: each operand of a call has a parameter."""
     if count == 0:
         return kernel
-    names = "".join(f"old_{i}, " for i in range(count))
+    names = "".join(f"unused_{i}, " for i in range(count))
     source = inspect.getsource(kernel.fn).replace(
         f"def {kernel.__name__}(", f"def {kernel.__name__}({names}", 1
     )
     # Triton reads the source of what it compiles; linecache is where Python looks for that of a file that is none.
-    file = f"<{kernel.__module__}.{kernel.__name__} after {count} old buffers>"
+    file = f"<{kernel.__module__}.{kernel.__name__} after {count} unused>"
     linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file
     found: dict[str, Any] = {}
     exec(compile(source, file, "exec"), kernel.fn.__globals__, found)
@@ -230,6 +241,8 @@ def _interpret(
     shapes: Sequence[jax.ShapeDtypeStruct],
     constants: Mapping[str, Any],
 ) -> Sequence[jax.Array]:
+    _mend_interpreter()
+
     def run(*arrays: Any) -> list[np.ndarray]:
         arrays = [np.array(x) for x in arrays]
         replaced = dict(zip(old, arrays[len(operands) :], strict=True))
@@ -240,6 +253,21 @@ def _interpret(
         return outs
 
     return jax.pure_callback(run, list(shapes), *operands, *old.values())
+
+
+@functools.cache
+def _mend_interpreter() -> None:
+    """Triton 3.9's interpreter cuts a float32 to make a bfloat16 of it, where a GPU rounds to the nearest."""
+    interpreter = _imported("triton.runtime.interpreter")
+    builder = interpreter.interpreter_builder
+    cut = builder.create_fp_trunc
+
+    def truncate(x: Any, to: Any) -> Any:
+        if (x.dtype.scalar.name, to.scalar.name) == ("fp32", "bf16"):
+            return interpreter.TensorHandle(x.data.astype(jnp.bfloat16).view(np.uint16), to.scalar)
+        return cut(x, to)
+
+    builder.create_fp_trunc = truncate
 
 
 def _unwritten(shape: jax.ShapeDtypeStruct) -> np.ndarray:

@@ -13,6 +13,7 @@ import triton.language as tl
 
 from pallas_kernels import _pallas, _triton
 from pallas_kernels._rows import Rows
+from pallas_kernels._triton_rows import keeps, pack_bits, popcount, tile
 
 # Fewer warps a row: each count of the search crosses them.
 ENTRIES_A_THREAD = 32
@@ -28,24 +29,6 @@ def keys(x):
         key = x.to(tl.int16, bitcast=True).to(tl.int32) & 0x7FFF
         infinity = 0x7F80 if x.dtype == tl.bfloat16 else 0x7C00
     return tl.where(key > infinity, -1, key)
-
-
-@triton.jit
-def pack_bits(bits):
-    """bool (B,) -> uint32 (B / 32,), lowest bit first."""
-    words: tl.constexpr = bits.shape[0] // 32
-    lane = tl.arange(0, 32)[None, :].to(tl.uint32)
-    # The bits are disjoint: their sum is their "or".
-    return tl.sum(tl.reshape(bits, (words, 32)).to(tl.uint32) << lane, axis=1)
-
-
-@triton.jit
-def popcount(words):
-    """int32, set bits of each uint32, by sums of ever wider fields."""
-    fields = (words & 0x55555555) + ((words >> 1) & 0x55555555)
-    fields = (fields & 0x33333333) + ((fields >> 2) & 0x33333333)
-    fields = (fields & 0x0F0F0F0F) + ((fields >> 4) & 0x0F0F0F0F)
-    return ((fields * 0x01010101) >> 24).to(tl.int32)
 
 
 @triton.jit
@@ -66,8 +49,8 @@ def largest(x, candidate, k, key_bits: tl.constexpr):
     """uint32 (B / 32,): the packed min(k, candidates) largest |x| of a row, ties to the lower index.
 
     Args:
-      x: float (B,), held in registers.
-      candidate: bool (B,), entries that may be taken; NaN never is.
+      x: float (B / 32, 32), held in registers.
+      candidate: bool (B / 32, 32), entries that may be taken; NaN never is.
       k: int32 ().
       key_bits: of a key, 31 for float32 and 15 for the 16-bit types.
     """
@@ -113,8 +96,8 @@ def select_rows(
     if given_k:
         keep = tl.load(k_ptr + program)
     else:
-        keep = tl.where(row < count - 1, k, tl.where(row == count - 1, k_last, 0))
-    at = row * block + tl.arange(0, block)
+        keep = keeps(row, count, k, k_last)
+    at = tile(row * block, block // 32)
     x = tl.load(x_ptr + at, mask=at < size, other=0.0)
     words = largest(x, at < size, keep, key_bits)
     word = program * (block // 32) + tl.arange(0, block // 32)

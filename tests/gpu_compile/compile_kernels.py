@@ -12,10 +12,15 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from pallas_kernels._arg_specs import Call
+from pallas_kernels.apply_pass import Coefficients, Scalars, apply_pass
+from pallas_kernels.apply_pass import arg_specs as apply_specs
 from pallas_kernels.bits import arg_specs as bits_specs
 from pallas_kernels.bits import pack_rows, unpack_rows
 from pallas_kernels.compact import arg_specs as compact_specs
 from pallas_kernels.compact import compact_rows, index_rows, mask_rows, scatter_rows
+from pallas_kernels.moment_pass import arg_specs as moment_specs
+from pallas_kernels.moment_pass import moment_pass, select_moment
 from pallas_kernels.select import arg_specs as select_specs
 from pallas_kernels.select import select_rows
 from tests.gpu_compile import deviceless
@@ -24,6 +29,16 @@ from tests.gpu_compile.hlo import entry_operations
 
 def select_window(x: Any, k: Any, first_row: Any, **options: Any) -> jax.Array:
     return select_rows(x, k, first_row=first_row, **options)
+
+
+def apply_with(
+    theta: Any, h: Any, g: Any, last: Any, words: Any, total: Any, numbers: Any, *age: Any, **options: Any
+) -> Any:
+    ok, scale, clip, eta, decay, *rule = numbers
+    scalars = Scalars(ok, scale, clip, eta, decay, Coefficients(*rule))
+    return apply_pass(
+        theta, h, g, last, words, total, scalars=scalars, age=age[0] if age else None, **options
+    )
 
 
 # What is called, the name of its kernel, and with what.
@@ -36,9 +51,12 @@ CALLS = [
     (scatter_rows, "scatter_rows", compact_specs.SCATTER_ROWS),
     (index_rows, "index_rows", compact_specs.INDEX_ROWS),
     (mask_rows, "mask_rows", compact_specs.MASK_ROWS),
+    (moment_pass, "moment_pass", moment_specs.MOMENT_PASS),
+    (select_moment, "select_moment", moment_specs.SELECT_MOMENT),
+    (apply_with, "apply_pass", apply_specs.APPLY_PASS),
 ]
 # Those of them that have a Triton twin.
-TWINS = (select_rows, select_window)
+TWINS = (select_rows, select_window, moment_pass, select_moment, apply_with)
 # Name -> check_vma, the implementation of what has a twin.
 SHARDED = {
     "sharded": (False, "pallas"),
@@ -52,6 +70,16 @@ def forms(function: Any) -> dict[str, dict[str, Any]]:
     """Name in the report -> options of each form in which a function is compiled."""
     name = function.__name__
     return {name: {}} | ({f"{name}, triton": {"implementation": "triton"}} if function in TWINS else {})
+
+
+def in_place(function: Any, call: Call) -> tuple[int, ...]:
+    """The arguments that a kernel replaces, which are donated: of apply_pass theta, h, the last mask and the ages."""
+    if function is scatter_rows:
+        return (0,)
+    if function is not apply_with:
+        return ()
+    theta = () if "update_dtype" in call.static else (0,)
+    return (*theta, 1, 3, *range(7, len(call.arrays)))
 
 
 def sharded(mesh: Mesh, check_vma: bool, twin: str) -> Any:
@@ -76,12 +104,11 @@ def main() -> None:
     one = Mesh(np.array(deviceless.devices(1)), ("one",))
     for function, _, specs in CALLS:
         for (op, options), (name, call) in itertools.product(forms(function).items(), specs.items()):
-            # The buffer of scatter_rows is the only array that a kernel writes in place.
-            donated = (0,) if function is scatter_rows else ()
+            donated = in_place(function, call)
             jitted = jax.jit(functools.partial(function, **call.static, **options), donate_argnums=donated)
             sharding = NamedSharding(one, PartitionSpec())
             arrays = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding) for a in call.arrays]
-            report(op, name, one, jitted, *arrays)
+            report(op, name, one, jitted, *arrays, donated=donated)
     eight = Mesh(np.array(deviceless.devices(8)), ("worker",))
     x = jax.ShapeDtypeStruct(
         (8 * 8 * 4096,), np.float32, sharding=NamedSharding(eight, PartitionSpec("worker"))
@@ -91,8 +118,9 @@ def main() -> None:
         report(name, "8 workers", eight, sharded(eight, check_vma, twin), x, k)
 
 
-def report(op: str, spec: str, mesh: Mesh, jitted: Any, *arrays: Any) -> None:
+def report(op: str, spec: str, mesh: Mesh, jitted: Any, *arrays: Any, donated: tuple[int, ...] = ()) -> None:
     line: dict[str, Any] = {"op": op, "spec": spec}
+    line["donated_bytes"] = sum(arrays[i].size * arrays[i].dtype.itemsize for i in donated)
     try:
         compiled = deviceless.compile_on(mesh, jitted, *arrays)
     except Exception as error:  # one kernel that does not compile must not hide the others

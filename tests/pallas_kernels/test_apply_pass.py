@@ -12,7 +12,8 @@ from pallas_kernels import apply_pass as op
 from pallas_kernels._rows import Rows
 from tests.helpers import assert_bit_equal, assert_close
 from tests.pallas_kernels.reference_numpy import numpy_pack, numpy_scatter, numpy_unpack
-from tests.pallas_kernels.test_rows import CUTS, FORMS, B, cut_of, jitted, leaves, masks, wide
+from tests.pallas_kernels.test_rows import CUTS, B, cut_of, every_form, jitted, leaves, masks, wide
+from tests.pallas_kernels.triton_on_cpu import both_kernels
 
 NUMBERS = {
     "scale": 0.25,
@@ -119,30 +120,30 @@ def check(form, rows, static, had_m, mask, seed=0, words=None):
         assert_bit_equal(np.asarray(got.age), age)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@every_form
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_step(form, name):
     """Several rows with a short last one."""
     check(form, CUTS[4], SETTINGS[name], *some_masks(CUTS[4]))
 
 
-@pytest.mark.parametrize("form", FORMS)
+@every_form
 @pytest.mark.parametrize("rows", CUTS, ids=str)
 def test_a_step_of_any_length(form, rows):
     check(form, rows, {}, *some_masks(rows))
 
 
+@every_form
 @settings(max_examples=12)
-@given(st.data(), st.sampled_from(CUTS[3:5]))
-def test_any_masks(data, rows):
+@given(data=st.data(), rows=st.sampled_from(CUTS[3:5]))
+def test_any_masks(form, data, rows):
     """Rows with too many or too few bits, garbage in the pad bits: the first k take part, what is missing does not."""
     had_m, _ = data.draw(masks(rows))
     mask, words = data.draw(masks(rows))
-    for form in FORMS:
-        check(form, rows, {}, had_m, mask, words=words)
+    check(form, rows, {}, had_m, mask, words=words)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@every_form
 @pytest.mark.parametrize("name", SETTINGS)
 @given(data=st.data())
 @settings(max_examples=3)
@@ -169,7 +170,7 @@ def test_a_skipped_step_changes_no_bit(form, name, data):
         assert_bit_equal(np.asarray(got.age), arrays["age"])
 
 
-@pytest.mark.parametrize("form", FORMS)
+@every_form
 def test_the_default_block(form):
     """k odd, whole rows of 4096 and a short one."""
     rows = Rows(2 * 4096 + 100, 4096, 705, 17)
@@ -178,7 +179,8 @@ def test_the_default_block(form):
     check(form, rows, {}, had_m, mask)
 
 
-def test_the_kernel_stays_inside_its_buffers():
+@both_kernels("apply_pass", "update")
+def test_the_kernel_stays_inside_its_buffers(kernel):
     """Behind every buffer stands what must not change, or must have no influence."""
     rows = CUTS[4]
     had_m, mask = some_masks(rows)
@@ -186,7 +188,7 @@ def test_the_kernel_stays_inside_its_buffers():
     rule = op.coefficients(np.float32(3), b1=0.9, b2=0.95, eps=1e-8)
     packed = op.reference.pack_scalars(op.Scalars(1, 0.25, 0.5, 0.1, 0.01, rule))
     kernel = functools.partial(
-        op.pallas.update,
+        kernel,
         rows=rows,
         first=5,
         settings=op.reference.Settings(),

@@ -14,16 +14,17 @@ from tests.helpers import assert_bit_equal, assert_close
 from tests.pallas_kernels.reference_numpy import numpy_compact, numpy_pack
 from tests.pallas_kernels.test_rows import (
     CUTS,
-    FORMS,
+    FORMS_WITH_TRITON,
     B,
     cut_of,
-    in_every_form,
+    every_form,
     jitted,
     leaves,
     masks,
     selected,
     wide,
 )
+from tests.pallas_kernels.triton_on_cpu import both_kernels
 
 # XLA may divide by 1 - b1 or multiply by its inverse. Where bits are compared, b1 is HALF: there both are exact.
 B1, HALF = np.float32(0.9), np.float32(0.5)
@@ -40,16 +41,16 @@ def ordinary(x):
     return np.where(np.abs(x) < 2.0**-100, 0, x).astype(x.dtype)
 
 
+@every_form
 @few
-@given(st.data(), st.sampled_from(CUTS), st.sampled_from((jnp.float32, jnp.bfloat16)))
-def test_payload(data, rows, dtype):
+@given(data=st.data(), rows=st.sampled_from(CUTS), dtype=st.sampled_from((jnp.float32, jnp.bfloat16)))
+def test_payload(form, data, rows, dtype):
     """Any bits in h and g, masks with any counts; NaN and infinities where they belong."""
     h, g = ordinary(data.draw(leaves(rows.size))), ordinary(data.draw(leaves(rows.size, dtype)))
     had_m, last = data.draw(masks(rows))
     mask, words = data.draw(masks(rows))
     want = numpy_compact(numpy_taken(h, g, had_m, B1), mask, rows.block, rows.k, rows.keeps_last)
-    for form in FORMS:
-        assert_close(jitted(taken_only, form, rows=rows)(h, g, last, words, B1), want)
+    assert_close(jitted(taken_only, form, rows=rows)(h, g, last, words, B1), want)
 
 
 def taken_only(h, g, last, words, b1, rows, **options):
@@ -62,7 +63,7 @@ def both(h, g, last, words, b1, rows, **options):
     return op.moment_pass(h, g, last, words, cut.pop("k"), b1=b1, dtype=jnp.bfloat16, **cut, **options)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@every_form
 @pytest.mark.parametrize("rows", CUTS, ids=str)
 def test_squares_of_whole_rows_and_a_bfloat16_payload(form, rows):
     """All entries count, kept or not; the payload is rounded once."""
@@ -81,7 +82,7 @@ def test_squares_of_whole_rows_and_a_bfloat16_payload(form, rows):
     )
 
 
-@pytest.mark.parametrize("form", FORMS)
+@every_form
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_squares_show_what_is_not_finite(form, value):
     """Also in the last entry of a short row, and where nothing is kept."""
@@ -101,9 +102,10 @@ def written_into(h, g, last, words, b1, buffer, rows, first, **options):
     )[0]
 
 
+@every_form
 @pytest.mark.parametrize("every", [1, 40], ids=["more than is kept", "fewer than is kept"])
 @pytest.mark.parametrize("rows", CUTS[3:5], ids=str)
-def test_the_payload_lies_between_its_neighbours(rows, every):
+def test_the_payload_lies_between_its_neighbours(rows, every, form):
     """In a buffer of many leaves: what stands before and behind stays, also where a row has too many or few bits."""
     h, g = np.random.default_rng(0).standard_normal((2, rows.size)).astype(np.float32)
     mask, nothing = np.arange(rows.size) % every == 0, np.zeros(rows.words, np.uint32)
@@ -112,18 +114,19 @@ def test_the_payload_lies_between_its_neighbours(rows, every):
     cut = (rows.block, rows.k, rows.keeps_last)
     want[5 : 5 + rows.kept] = numpy_compact(numpy_taken(h, g, np.zeros_like(mask)), mask, *cut)
     arrays = (h, g, nothing, numpy_pack(mask), HALF, buffer)
-    assert_bit_equal(in_every_form(written_into, *arrays, rows=rows, first=5), want)
+    assert_bit_equal(np.asarray(jitted(written_into, form, rows=rows, first=5)(*arrays)), want)
 
 
-def test_the_kernel_reads_inside_its_buffers():
+@both_kernels("moment_pass", "payload")
+def test_the_kernel_reads_inside_its_buffers(kernel):
     """Behind h and g stands NaN, behind the masks all is set."""
     rows = CUTS[4]
     h, g = np.random.default_rng(0).standard_normal((2, rows.size)).astype(np.float32)
     mask, last = np.arange(rows.size) % 2 == 0, np.arange(rows.size) % 3 == 0
     ones, rest = 0xFFFFFFFF, np.array([HALF])
-    options = {"rows": rows, "first": 0, "dtype": jnp.dtype(jnp.float32), "squares": True, "interpret": True}
+    options = {"rows": rows, "size": rows.kept, "first": 0, "dtype": jnp.dtype(jnp.float32), "squares": True}
     masks = [wide(numpy_pack(m), ones) for m in (last, mask)]
-    kept, squares = op.pallas.payload(wide(h, np.nan), wide(g, np.nan), *masks, rest, **options)
+    kept, squares = kernel(wide(h, np.nan), wide(g, np.nan), *masks, rest, **options, interpret=True)
     want = numpy_compact(numpy_taken(h, g, last), mask, rows.block, rows.k, rows.keeps_last)
     assert_bit_equal(np.asarray(kept), want)
     assert np.isfinite(squares).all()
@@ -132,15 +135,21 @@ def test_the_kernel_reads_inside_its_buffers():
 # The next mask ----------------------------------------------------------------------------------------------------
 
 
+@every_form
 @few
-@given(st.data(), st.sampled_from((B - 1, B + 1, 3 * B + 13)), st.sampled_from((jnp.float32, jnp.bfloat16)))
-def test_next_mask(data, size, dtype):
+@given(
+    data=st.data(),
+    size=st.sampled_from((B - 1, B + 1, 3 * B + 13)),
+    dtype=st.sampled_from((jnp.float32, jnp.bfloat16)),
+)
+def test_next_mask(form, data, size, dtype):
     """b1 and 1 - b1 are 1/2 here, so that the score is exact and the mask can be compared bit for bit."""
     rows = Rows(size, B)
     h, g = ordinary(data.draw(leaves(size))), ordinary(data.draw(leaves(size, dtype)))
     had_m, last = data.draw(masks(Rows(size, B, 7)))
     first, k = data.draw(st.integers(0, 3)), data.draw(st.integers(0, B))
-    got = in_every_form(next_mask, h, g, last, np.full(2, k, np.int32), np.int32(first), num_rows=2)
+    arrays = (h, g, last, np.full(2, k, np.int32), np.int32(first))
+    got = np.asarray(jitted(next_mask, form, num_rows=2)(*arrays))
     whole = np.zeros(8 * B, bool)
     whole[:size] = selected(numpy_score(h, g, had_m), [k] * rows.count, B)
     assert_bit_equal(got, numpy_pack(whole[first * B : (first + 2) * B]))
@@ -156,13 +165,13 @@ def next_mask(h, g, last, k, first, num_rows, **options):
     return op.select_moment(h, g, last, k, b1=0.5, first_row=first, num_rows=num_rows, block=B, **options)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@every_form
 def test_next_mask_at_the_default_block(form):
     rng = np.random.default_rng(3)
     size = 2 * 4096 + 100
     h, g = rng.standard_normal((2, size)).astype(np.float32)
     had_m = rng.random(size) < 0.1
-    call = functools.partial(op.select_moment, b1=0.5, first_row=1, num_rows=2, **FORMS[form])
+    call = functools.partial(op.select_moment, b1=0.5, first_row=1, num_rows=2, **FORMS_WITH_TRITON[form])
     got = call(h, g, numpy_pack(had_m), np.array([705, 17], np.int32))
     want = np.zeros(4 * 4096, bool)
     want[:size] = selected(numpy_score(h, g, had_m), [410, 705, 17], 4096)

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from pallas_kernels import _triton, bits, compact, select
+from pallas_kernels import bits, compact, select
 from pallas_kernels._rows import Rows
 from tests.helpers import assert_bit_equal
 from tests.pallas_kernels.reference_numpy import (
@@ -26,7 +26,7 @@ from tests.pallas_kernels.reference_numpy import (
     numpy_select,
     numpy_unpack,
 )
-from tests.pallas_kernels.triton_on_cpu import needs_triton
+from tests.pallas_kernels.triton_on_cpu import both_kernels, needs_triton
 
 FORMS = {"xla": {"implementation": "xla"}, "pallas": {"implementation": "pallas", "interpret": True}}
 # Of the operations that have a Triton kernel too.
@@ -280,11 +280,7 @@ def check_inside(kernel, wanted, sentinel, *arrays, **static):
     assert_bit_equal(got, wide(wanted, sentinel))
 
 
-@pytest.mark.parametrize(
-    "kernel",
-    [select.pallas.select, pytest.param(_triton.twin("select", "select"), marks=needs_triton)],
-    ids=["pallas", "triton"],
-)
+@both_kernels("select", "select")
 @pytest.mark.parametrize("rows", CUTS[3:5], ids=str)
 def test_select_stays_inside_its_buffers(rows, kernel):
     """What lies behind x would be selected before all else."""
