@@ -116,6 +116,7 @@ class KernelStep(ScapeStep):
                 first_row=first_row,
                 num_rows=lay.owned_rows,
                 block=lay.row,
+                finite=self.opts.drops_nonfinite,
                 implementation=self.opts.implementation,
             )
             own.append(words[None])
@@ -125,9 +126,7 @@ class KernelStep(ScapeStep):
         opts, step = self.opts, (self.count + 1).astype(jnp.float32)
         if index == 0:
             leaves = [dataclasses.replace(leaf, g=leaf.g.astype(jnp.float32)) for leaf in self.leaves]
-            nonfinite, _ = ex.control_numbers(
-                [leaf.g for leaf in leaves], nonfinite, loss, opts.skip_nonfinite
-            )
+            nonfinite, _ = ex.control_numbers([leaf.g for leaf in leaves], nonfinite, loss, opts.checks_all)
             plain = ScapeStep(opts, leaves, self.count, self.num_workers)
             return plain._at_level(index, masks, selected, emit, nonfinite, loss, stats)
 
@@ -168,7 +167,7 @@ class KernelStep(ScapeStep):
     def _payload(self, index, words, first, dense, nonfinite):
         """(what is sent of the sparse leaves, with room behind it for the rest; whether a gradient is not finite)."""
         opts = self.opts
-        check = nonfinite is None and opts.skip_nonfinite
+        check = nonfinite is None and opts.checks_all
         payload: Any = first[-1] + sum(g.size for g in dense) + (2 if self._one_vector else 0)
         squares_of: list[jax.Array] = []
         for leaf, mask, start in zip(self.sparse, words, first[:-1], strict=True):
@@ -247,6 +246,7 @@ class KernelStep(ScapeStep):
             staleness_power=opts.staleness_power,
             bias_correction=opts.bias_correction,
             clip_all=opts.clip_order == "before",
+            finite=opts.drops_nonfinite,
             update_dtype=emit.dtypes[i] if emit.update else None,
             after=self._own(selected),
             **self._cut(leaf.layout, index),

@@ -48,6 +48,7 @@ class ScapeOptions:
     mask_every: int = 1
     staleness_power: float = 0.0
     skip_nonfinite: bool = True
+    finite_check: Literal["all", "kept"] = "all"
     implementation: Literal["xla", "pallas", "triton"] | None = None
 
     def __post_init__(self):
@@ -75,12 +76,23 @@ class ScapeOptions:
         check.check_clip_norm(self.clip_norm)
         check.check_payload_dtype(self.payload_dtype)
 
+        check.check_one_of("finite_check", self.finite_check, ("all", "kept"))
         if self.implementation is not None:
             check.check_one_of("implementation", self.implementation, IMPLEMENTATIONS)
         if self.implementation in ("pallas", "triton") and (reason := self.no_kernel()):
             raise NotImplementedError(
                 f"implementation={self.implementation!r}: there is no kernel for {reason}. Use None."
             )
+
+    @property
+    def checks_all(self) -> bool:
+        """Every entry of the gradients is looked at before the exchange."""
+        return self.skip_nonfinite and self.finite_check == "all"
+
+    @property
+    def drops_nonfinite(self) -> bool:
+        """An entry that is not kept counts as zero where its gradient is not finite, so that no residual is spoilt."""
+        return self.skip_nonfinite and self.finite_check == "kept"
 
     def no_kernel(self) -> str | None:
         """Why no kernel takes leaves cut like this, or None if they do."""

@@ -120,9 +120,7 @@ def _step(
         )
     ]
     if not kernels:
-        nonfinite, value = ex.control_numbers(
-            [leaf.g for leaf in leaves], nonfinite, value, opts.skip_nonfinite
-        )
+        nonfinite, value = ex.control_numbers([leaf.g for leaf in leaves], nonfinite, value, opts.checks_all)
     step = (KernelStep if kernels else ScapeStep)(opts, leaves, state.count, num_workers)
     new = step.run(
         emit, nonfinite, jnp.zeros((), jnp.float32) if value is None else value, state.stats, level
@@ -246,6 +244,7 @@ def scape(
     mask_every: int | None = None,
     staleness_power: float | None = None,
     skip_nonfinite: bool = True,
+    finite_check: Literal["all", "kept"] = "all",
     implementation: Literal["xla", "pallas", "triton"] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""SCAPE with learning rate and decoupled weight decay: AdamS that exchanges only `density` of the entries.
@@ -288,6 +287,8 @@ def scape(
       staleness_power: p: an entry that waited tau steps enters v as ghat / tau^p. None: 0 (the paper). 1 is better at
         small budgets (docs/results).
       skip_nonfinite: a non-finite gradient on any worker makes all workers skip the step, bit for bit.
+      finite_check: "all" looks at every entry of the gradients, which reads them once more; "kept" only at what is
+        exchanged, which costs nothing: there a non-finite entry makes all skip the step too, elsewhere it counts as zero.
       implementation: None takes the GPU kernels on GPUs where they fit (selection "block", block_size a power of two up
         to 8192) and plain JAX elsewhere; "xla" is plain JAX everywhere; "pallas" or "triton" is that kind of kernel or
         NotImplementedError.
@@ -333,6 +334,7 @@ def scape(
         codec=codec,
         dense=dense,
         skip_nonfinite=skip_nonfinite,
+        finite_check=finite_check,
         implementation=implementation,
     )
     check_rates(learning_rate, weight_decay)

@@ -20,6 +20,7 @@ from pallas_kernels.compact import (
     materialize,
     row_indices,
 )
+from pallas_kernels.moment_pass import semi_updated
 from pallas_kernels.select import select
 from scape_jax import _exchange as ex
 from scape_jax._adams import adams_rule
@@ -200,7 +201,7 @@ class ScapeStep:
             values = (ghat, m_prev, stats.clip_factor, None if leaf.age is None else kept.take(leaf.age))
             m, u = rule(*values) if kept.at is None else in_turn(write, rule, *values)
             emitted.append(emit.leaf(i, kept, u, write))
-            hs.append(_new_buffer(leaf, kept, m, write, b1))
+            hs.append(_new_buffer(leaf, kept, m, write, b1, opts.drops_nonfinite))
             ages.append(_new_age(leaf, kept, write))
             write = self._next_turn(write, emitted[-1], hs[-1])
             words.append(None if kept.words is None else jnp.where(write, kept.words, leaf.prev))
@@ -255,7 +256,8 @@ class ScapeStep:
         """Of every sparse leaf the new rows of `worker`; keeps: int32 (leaves, 2), k of a full row and of the last."""
         own, turn = [], jnp.ones((), bool)
         for leaf, k in zip(self.sparse, keeps, strict=True):
-            own.append(_refresh(leaf, self.opts.b1, k, jnp.where(turn, worker, -1))[None])
+            part = _refresh(leaf, self.opts.b1, k, jnp.where(turn, worker, -1), self.opts.drops_nonfinite)
+            own.append(part[None])
             turn = is_computed(own[-1])
         return own
 
@@ -270,10 +272,13 @@ def _taken(leaf: Leaf, b1: Any, kept: Kept) -> tuple[jax.Array, jax.Array]:
     return jnp.where(had_m, old, 0.0), g + jnp.where(had_m, 0.0, old) / (1 - b1)
 
 
-def _semi_updated(h: jax.Array, g: jax.Array, prev: jax.Array, b1: Any) -> jax.Array:
-    """mt^n = b1 m_{t-1} + (1-b1) g^n + e^n, with m in h on M_{t-2} (`prev`) and e in h off it; of h's shape."""
+def _semi_updated(h: jax.Array, g: jax.Array, prev: jax.Array, b1: Any, finite: bool) -> jax.Array:
+    """mt^n = b1 m_{t-1} + (1-b1) g^n + e^n, with m in h on M_{t-2} (`prev`) and e in h off it; of h's shape.
+
+    `finite`: a gradient that is not counts as zero.
+    """
     had_m = unpack(prev, h.size).reshape(h.shape)
-    return jnp.where(had_m, b1 * h, h) + (1 - b1) * g.reshape(h.shape)
+    return semi_updated(h, g.reshape(h.shape), had_m, b1, 1 - b1, finite)
 
 
 def _after(ok: jax.Array, *values: jax.Array) -> jax.Array:
@@ -285,11 +290,11 @@ def _after(ok: jax.Array, *values: jax.Array) -> jax.Array:
     return ok & jnp.stack([is_computed(x) for x in values]).all()
 
 
-def _new_buffer(leaf: Leaf, kept: Kept, m: jax.Array, ok: jax.Array, b1: Any) -> jax.Array:
+def _new_buffer(leaf: Leaf, kept: Kept, m: jax.Array, ok: jax.Array, b1: Any, finite: bool) -> jax.Array:
     """h of the next step: `m` on the mask, mt^n off it, which is left alone on a skip."""
     h = leaf.h
     if kept.at is not None:
-        h = jnp.where(ok, _semi_updated(h, leaf.g, leaf.prev, b1), h)
+        h = jnp.where(ok, _semi_updated(h, leaf.g, leaf.prev, b1, finite), h)
     return kept.put(h, m, ok)
 
 
@@ -308,7 +313,7 @@ def owned_rows(layout: LeafLayout, keeps: jax.Array, worker: jax.Array) -> tuple
     return row, jnp.where(row < last, keeps[0], jnp.where(row == last, keeps[1], 0))
 
 
-def _refresh(leaf: Leaf, b1: Any, keeps: jax.Array, worker: jax.Array) -> jax.Array:
+def _refresh(leaf: Leaf, b1: Any, keeps: jax.Array, worker: jax.Array, finite: bool) -> jax.Array:
     """M_t of the rows this worker owns: its largest |mt^n|, packed. keeps: int32 (2,), k of a full row and of the last."""
     lay = leaf.layout
     owned, total = lay.owned_rows * lay.row, lay.owned_rows * lay.row * lay.num_workers
@@ -318,7 +323,7 @@ def _refresh(leaf: Leaf, b1: Any, keeps: jax.Array, worker: jax.Array) -> jax.Ar
         x = jnp.pad(x, (0, n - x.shape[0])) if x.shape[0] < n else x
         return lax.dynamic_slice(x, (worker * (owned // unit),), (owned // unit,))
 
-    score = _semi_updated(part(leaf.h, 1), part(leaf.g, 1), part(leaf.prev, 32), b1).reshape(
+    score = _semi_updated(part(leaf.h, 1), part(leaf.g, 1), part(leaf.prev, 32), b1, finite).reshape(
         lay.owned_rows, lay.row
     )
     row, k = owned_rows(lay, keeps, worker)

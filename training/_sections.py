@@ -119,6 +119,10 @@ class OptimizerConfig(Settings):
     """Divide the gradient of an entry that waited t steps by t**power in the second moment."""
     skip_nonfinite: bool = True
     """Skip a step on all workers where any gradient is not finite."""
+    finite_check: Literal["all", "kept"] = "all"
+    """Look for that at all gradients, or, with scape, only at those sent: it costs nothing; others count as zero."""
+    implementation: Literal["auto", "xla", "pallas", "triton"] = "auto"
+    """How scape's update runs: plain JAX (xla) or GPU kernels; auto takes kernels on GPUs where they fit."""
     dense: tuple[str, ...] = ("norm", "bias", "scale")
     """Leaves whose path contains one of these words are always exchanged in full."""
     no_decay: tuple[str, ...] = ("norm", "bias", "scale")

@@ -64,6 +64,8 @@ def make_optimizer(
         density_warmup_steps=density_warmup_steps(config),
         mask_every=o.mask_every,
         staleness_power=o.staleness_power,
+        finite_check=o.finite_check,
+        implementation=None if o.implementation == "auto" else o.implementation,
     )
 
 

@@ -54,6 +54,7 @@ def apply_pass(
     staleness_power: float = 0.0,
     bias_correction: str = "both",
     clip_all: bool = True,
+    finite: bool = False,
     update_dtype: Any = None,
     after: tuple[jax.Array, ...] = (),
     implementation: str | None = None,
@@ -86,6 +87,7 @@ def apply_pass(
       staleness_power: p of ghat / tau^p in v, tau = age + 1; needs `age`.
       bias_correction: "both", "none" or "momentum", see `adams`.
       clip_all: False clips only what enters v, as the paper's listing does.
+      finite: an entry of g that is not counts as zero where it is not kept.
       update_dtype: write -eta (u + lam theta) in this dtype instead of the parameters; -0.0 where the step is skipped.
       after: arrays to be computed before: those that still read what is overwritten here.
       implementation: None, "xla", "pallas" or "triton", see `pallas_kernels`.
@@ -136,7 +138,7 @@ def apply_pass(
         check_entries("age", age, rows, ("uint8",))
         tau = jnp.arange(1, reference.MAX_AGE + 2, dtype=jnp.float32)
         arrays += [age.reshape(-1), tau**staleness_power]
-    settings = reference.Settings(bias_correction, clip_all, update_dtype is not None)
+    settings = reference.Settings(bias_correction, clip_all, finite, update_dtype is not None)
     dtype = jnp.dtype(theta.dtype if update_dtype is None else update_dtype)
     options: dict[str, Any] = {
         "rows": rows,

@@ -43,11 +43,13 @@ class Settings:
     Attributes:
       bias_correction: see `adams`.
       clip_all: the clip factor acts on what enters m and v, or only on what enters v (the paper's listing).
+      finite: a gradient that is not counts as zero where it is not kept.
       update: write -eta (u + lam theta), zero where the step is skipped, instead of the parameters.
     """
 
     bias_correction: str = "both"
     clip_all: bool = True
+    finite: bool = False
     update: bool = False
 
 
@@ -83,7 +85,7 @@ def new_entries(
     in_v = clipped if tau_power is None else clipped / tau_power
     m_prev = jnp.where(had_m, h, 0.0)
     m, u = adams(clipped if settings.clip_all else ghat, m_prev, in_v, s.rule, settings.bias_correction)
-    new_h = jnp.where(kept, m, semi_updated(h, g, had_m, s.rule.b1, s.rule.rest1))
+    new_h = jnp.where(kept, m, semi_updated(h, g, had_m, s.rule.b1, s.rule.rest1, settings.finite))
     new_h = jnp.where(s.ok, new_h, h)
     if settings.update:
         change = jnp.where(kept, u, 0.0)

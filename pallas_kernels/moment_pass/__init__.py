@@ -12,8 +12,9 @@ import jax.numpy as jnp
 from pallas_kernels import _dispatch, _triton
 from pallas_kernels._rows import BLOCK, Rows, check_entries, check_words, no_kernel
 from pallas_kernels.moment_pass import pallas, reference
+from pallas_kernels.moment_pass.reference import semi_updated
 
-__all__ = ["moment_pass", "select_moment"]
+__all__ = ["moment_pass", "select_moment", "semi_updated"]
 
 GRADIENT_DTYPES = ("float32", "bfloat16")
 
@@ -131,6 +132,7 @@ def select_moment(
     first_row: jax.Array | int,
     num_rows: int,
     block: int = BLOCK,
+    finite: bool = False,
     implementation: str | None = None,
     interpret: bool = False,
 ) -> jax.Array:
@@ -144,6 +146,7 @@ def select_moment(
       k: int32 (num_rows,), entries kept in each row of the window, 0 <= k <= block.
       first_row: int32 (), may be traced: where the window starts. Rows behind the last one are empty.
       num_rows: rows of the window.
+      finite: a gradient that is not counts as zero.
 
     Returns:
       uint32 (num_rows * B / 32,).
@@ -168,7 +171,7 @@ def select_moment(
             f"k must be int32 ({num_rows},), one for each row of the window, got {k.dtype} {k.shape}."
         )
     rates = jnp.stack([jnp.asarray(b1, jnp.float32), jnp.asarray(1 - b1, jnp.float32)])
-    options: dict[str, Any] = {"rows": rows, "num_rows": num_rows}
+    options: dict[str, Any] = {"rows": rows, "num_rows": num_rows, "finite": finite}
     return _dispatch.run(
         "select_moment",
         *arrays,

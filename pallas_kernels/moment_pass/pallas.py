@@ -93,6 +93,7 @@ def select(
     *,
     rows: Rows,
     num_rows: int,
+    finite: bool,
     into: jax.Array | None = None,
     interpret: bool = False,
 ) -> jax.Array:
@@ -107,6 +108,7 @@ def select(
       first_row: int32 ().
       rows: how the leaf is cut.
       num_rows: rows of the window; those behind the last row are empty.
+      finite: a gradient that is not counts as zero.
       into: as in `_pallas.call`.
       interpret: as in `_pallas.call`.
 
@@ -121,7 +123,7 @@ def select(
         old = plt.load(h_ref.at[at], mask=inside, other=jnp.float32(0))
         new = plt.load(g_ref.at[at], mask=inside, other=jnp.zeros((), g_ref.dtype)).astype(jnp.float32)
         had_m = _pallas.unpack_bits(_pallas.load_words(last_ref, row, rows))
-        score = semi_updated(old, new, had_m, rates_ref[0], rates_ref[1])
+        score = semi_updated(old, new, had_m, rates_ref[0], rates_ref[1], finite)
         chosen = largest(score.reshape(rows.block), inside.reshape(rows.block), k_ref[program])
         word = program * rows.row_words + lax.iota(jnp.int32, rows.row_words)
         plt.store(words_ref.at[word], _pallas.pack_bits(chosen.reshape(-1, 32)))

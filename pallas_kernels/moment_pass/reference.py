@@ -3,6 +3,8 @@
 One buffer h holds m_{t-1} on the last mask and the residual e off it, because the two never overlap.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -13,8 +15,15 @@ from pallas_kernels.compact import reference as compact
 from pallas_kernels.select.reference import select_words
 
 
-def semi_updated(h: jax.Array, g: jax.Array, had_m: jax.Array, b1: jax.Array, rest: jax.Array) -> jax.Array:
-    """mt = b1 m_{t-1} + (1-b1) g + e, where h holds m_{t-1} on `had_m` and e off it; rest is 1 - b1."""
+def semi_updated(
+    h: jax.Array, g: jax.Array, had_m: jax.Array, b1: Any, rest: Any, finite: bool = False
+) -> jax.Array:
+    """mt = b1 m_{t-1} + (1-b1) g + e, where h holds m_{t-1} on `had_m` and e off it; rest is 1 - b1.
+
+    `finite`: a gradient that is not counts as zero.
+    """
+    if finite:
+        g = jnp.where(jnp.abs(g) < jnp.inf, g, 0.0)
     return jnp.where(had_m, b1 * h, h) + rest * g
 
 
@@ -54,7 +63,8 @@ def select(
     *,
     rows: Rows,
     num_rows: int,
+    finite: bool,
 ) -> jax.Array:
     """Packed mask of the largest |mt| in a window of rows; arguments as those of the kernel."""
-    score = semi_updated(h, g.astype(jnp.float32), unpack(last, rows.size), rates[0], rates[1])
+    score = semi_updated(h, g.astype(jnp.float32), unpack(last, rows.size), rates[0], rates[1], finite)
     return select_words(score, first_row, k, rows=rows, num_rows=num_rows, given_k=True)

@@ -27,11 +27,11 @@ WORKERS = 8
 SHAPES = {"embedding": (4001, 512), "mlp": (4, 512, 1536), "attention": (4, 512, 1024), "norm": (9, 512)}
 UPDATES: dict[str, dict[str, Any]] = {
     "d=.1": {"density": 0.1},
-    "d=.1, no check": {"density": 0.1, "skip_nonfinite": False},
+    "d=.1, kept checked": {"density": 0.1, "finite_check": "kept"},
     "d=.1, bfloat16 payload": {"density": 0.1, "payload_dtype": jnp.bfloat16},
     "d=.1, ages": {"density": 0.1, "staleness_power": 1.0},
     "d=.01": {"density": 0.01},
-    "d=.01, no check": {"density": 0.01, "skip_nonfinite": False},
+    "d=.01, kept checked": {"density": 0.01, "finite_check": "kept"},
     "d=.01, plain XLA": {"density": 0.01, "implementation": "xla"},
     "d=.1, plain XLA": {"density": 0.1, "implementation": "xla"},
 }

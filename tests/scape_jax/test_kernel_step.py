@@ -25,6 +25,7 @@ from tests.scape_jax.side_by_side import (
     linear_loss,
     make_batches,
     make_params,
+    next_mask,
     on_host,
     one_program,
     run,
@@ -158,6 +159,38 @@ def test_a_bad_gradient_on_one_worker_changes_no_bit(on_gpu, value):
     assert int(metrics["skipped"]) == 1
     same = lambda state: state_of(state, scape_jax.ScaleByScapeState)._replace(stats=None)  # noqa: E731
     assert_bit_equal((on_host(params), same(on_host(state))), (before[0], same(before[1])))
+
+
+@pytest.mark.parametrize("implementation", [None, "xla"], ids=["kernels", "xla"])
+@pytest.mark.parametrize("value", [np.nan, -np.inf])
+def test_only_what_is_sent_is_checked(on_gpu, value, implementation):
+    """finite_check="kept": in a sent entry it stops all workers, elsewhere that gradient counts as zero."""
+    tx = one_program(scape_jax.scape(1e-2, finite_check="kept", implementation=implementation, **SETTINGS))
+    step = scape_jax.make_train_step(linear_loss, tx, make_mesh(2))
+    first, second, third = make_batches(2, 3, shapes=LEAVES)
+    params, state = make_params(shapes=LEAVES), step.init(make_params(shapes=LEAVES))
+    params, state, _ = on_host(step(params, state, first))
+    sent = next_mask(state_of(state, scape_jax.ScaleByScapeState), params, 2, density=0.1)["w"]
+    assert 0 < sent.sum() < sent.size
+
+    def spoilt(entry, value):
+        batch = on_host(second)
+        batch["w"][(1, *entry)] = value  # the second worker's gradient
+        return batch
+
+    kept, free = (tuple(np.argwhere(mask)[-1]) for mask in (sent, ~sent))
+    after, after_state, metrics = on_host(step(params, state, spoilt(kept, value)))
+    assert int(metrics["skipped"]) == 1
+    assert_bit_equal(after, params)
+    scape_state = lambda s: state_of(s, scape_jax.ScaleByScapeState)._replace(stats=None)  # noqa: E731
+    assert_bit_equal(scape_state(after_state), scape_state(state))
+    runs = []
+    for gradient in (value, 0.0):
+        run = step(params, state, spoilt(free, gradient))
+        runs.append(on_host(step(*run[:2], third)))
+    assert_bit_equal(*runs)
+    assert int(runs[0][2]["skipped"]) == 0
+    assert np.isfinite(scape_state(runs[0][1]).h["w"]).all()
 
 
 # Which step is taken ----------------------------------------------------------------------------------------------
