@@ -14,10 +14,14 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import _dispatch, _triton, bits, compact, select
+from pallas_kernels.apply_pass.arg_specs import APPLY_PASS
 from pallas_kernels.bits.arg_specs import PACK_ROWS, UNPACK_ROWS
 from pallas_kernels.compact.arg_specs import COMPACT_ROWS, INDEX_ROWS, MASK_ROWS, SCATTER_ROWS
+from pallas_kernels.moment_pass import moment_pass, select_moment
+from pallas_kernels.moment_pass.arg_specs import MOMENT_PASS, SELECT_MOMENT
 from pallas_kernels.select.arg_specs import SELECT_ROWS
 from tests.gpu_compile import deviceless
+from tests.gpu_compile.compile_kernels import apply_with
 from tests.helpers import make_mesh
 from tests.pallas_kernels.triton_on_cpu import needs_triton
 
@@ -29,8 +33,11 @@ OPERATIONS = {
     "scatter_rows": (compact.scatter_rows, SCATTER_ROWS),
     "index_rows": (compact.index_rows, INDEX_ROWS),
     "mask_rows": (compact.mask_rows, MASK_ROWS),
+    "moment_pass": (moment_pass, MOMENT_PASS),
+    "select_moment": (select_moment, SELECT_MOMENT),
+    "apply_pass": (apply_with, APPLY_PASS),
 }
-WITH_TRITON = ("select_rows",)
+WITH_TRITON = ("select_rows", "moment_pass", "select_moment", "apply_pass")
 KERNEL = "__gpu$xla.gpu.triton"
 H100 = jax.sharding.AbstractDevice("NVIDIA H100 80GB HBM3", 132, "gpu")
 
