@@ -16,6 +16,7 @@ import jax
 import models
 from training.config import Config, dotted, update
 from training.corpus import prepare_stdlib
+from training.optimizers import make_optimizer
 from training.progress import amount
 from training.token_file import TokenFile, open_tokens
 
@@ -191,9 +192,27 @@ def missing_data(config: Config) -> str | None:
     )
 
 
+def missing_kernel(config: Config) -> str | None:
+    """What to say where the settings name a kind of kernel that cannot run on these devices or with them."""
+    name, platform = config.optimizer.implementation, jax.default_backend()
+    if name in ("auto", "xla"):
+        return None
+    asked = f"optimizer.implementation: {name} "
+    if config.optimizer.name != "scape":
+        return f"{asked}is for scape, this run has {config.optimizer.name}. Leave it at auto."
+    if platform != "gpu":
+        return f"{asked}needs CUDA devices, this run has {platform} devices. Leave it at auto."
+    try:
+        make_optimizer(config, lambda step: 0.0, "data")
+    except NotImplementedError as error:
+        return f"{asked}cannot run with these settings: {error}"
+    return None
+
+
 def check(config: Config) -> None:
     """Raises one ValueError that lists everything missing; call it once the devices exist."""
-    problems = [problem for problem in (memory_problem(config), missing_data(config)) if problem]
+    found = memory_problem(config), missing_data(config), missing_kernel(config)
+    problems = [problem for problem in found if problem]
     if problems:
         raise ValueError(f"{config.run.name} cannot run here as set:\n  " + "\n  ".join(problems))
 

@@ -107,6 +107,28 @@ def test_advice_on_memory_is_sound(name, available, monkeypatch):
     assert preflight.memory_problem(settings.update(config, flags)) is None
 
 
+@pytest.mark.parametrize(
+    ("changes", "platform", "told"),
+    [
+        ({"optimizer.implementation": "pallas"}, "cpu", "needs CUDA devices, this run has cpu devices"),
+        ({"optimizer.implementation": "triton", "optimizer.name": "adamw"}, "gpu", "this run has adamw"),
+        (
+            {"optimizer.implementation": "triton", "optimizer.block_size": 96},
+            "gpu",
+            "no kernel for block_size=96",
+        ),
+        ({"optimizer.implementation": "pallas"}, "gpu", None),
+        ({"optimizer.implementation": "xla"}, "cpu", None),
+    ],
+)
+def test_a_named_kernel_that_cannot_run_is_told_before_anything_is_compiled(
+    monkeypatch, changes, platform, told
+):
+    monkeypatch.setattr(jax, "default_backend", lambda: platform)
+    problem = preflight.missing_kernel(settings.update(settings.preset("demo"), changes))
+    assert (problem is None) == (told is None) and (told or "") in (problem or "")
+
+
 def test_large_model_in_a_process_of_its_own(tmp_path):
     ended = pretrain(
         "--config", "llama500m", "--optimizer.density", "0.01", "--mesh.data", "32", cwd=tmp_path
