@@ -8,6 +8,7 @@ import functools
 import importlib
 import inspect
 import linecache
+import re
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -28,8 +29,6 @@ _OPTIONS = {
     # Every operation rounds as it is written and denormals count, as in the Pallas kernels.
     "enable_fp_fusion": False,
     "enable_reflect_ftz": False,
-    # Where it may choose, ptxas aims at so many programs on a multiprocessor that it spills a register or two for them.
-    "maxnreg": 96,
 }
 _SM_90 = 90
 
@@ -69,6 +68,7 @@ def call(
     into: Mapping[int, jax.Array] | None = None,
     after: Sequence[jax.Array] = (),
     num_warps: int,
+    registers: int = 128,
     interpret: bool = False,
 ) -> list[jax.Array]:
     """Runs kernel(*operand pointers, *output pointers, **constants) in `programs` programs.
@@ -85,6 +85,8 @@ def call(
         the old one, and what no program writes stays. The kernel gets no pointer to the old one.
       after: arrays that are computed before; the kernel gets no pointer to them.
       num_warps: of each program.
+      registers: that a thread may have. ptxas left to itself aims at so many programs on a multiprocessor that it spills
+        a register or two.
       interpret: run by Triton's interpreter, on CPU. Triton has to be imported with TRITON_INTERPRET=1 set.
 
     Returns:
@@ -103,7 +105,8 @@ def call(
             outs = _interpret(kernel, programs, flat, old, shapes, constants)
         else:
             first = [jnp.ravel(x) for x in after]
-            outs = _compile(kernel, name, programs, first, flat, old, shapes, constants, num_warps)
+            options = {"grid": (programs,), "name": name, "num_warps": num_warps, "num_stages": 1}
+            outs = _compile(kernel, first, flat, old, shapes, {**options, **constants}, registers)
     return _as_varying_as([*flat, *old.values()], outs)
 
 
@@ -131,31 +134,28 @@ def _as_varying_as(inputs: Sequence[Any], outputs: Sequence[jax.Array]) -> list[
 
 def _compile(
     kernel: Any,
-    name: str,
-    programs: int,
     unused: Sequence[jax.Array],
     operands: Sequence[Any],
     old: Mapping[int, jax.Array],
     shapes: Sequence[jax.ShapeDtypeStruct],
-    constants: Mapping[str, Any],
-    num_warps: int,
+    arguments: Mapping[str, Any],
+    registers: int,
 ) -> Sequence[jax.Array]:
     jax_triton = _jax_triton()
-    options: dict[str, Any] = {"grid": (programs,), "name": name, "num_warps": num_warps, "num_stages": 1}
     if _OLD_LINE:
         # It hands a kernel the replaced arrays besides the outputs that take their places.
-        unused = [*old.values(), *unused]
+        unused = [*unused, *old.values()]
+    kernel = _with_unused(kernel, len(operands), len(unused))
+    operands = [*operands, *unused]
+    if _OLD_LINE:
         return jax_triton.triton_call(
-            *unused,
             *operands,
-            kernel=_with_unused(kernel, len(unused)),
+            kernel=kernel,
             out_shape=list(shapes),
-            input_output_aliases=dict(enumerate(old)),
-            **options,
-            **constants,
+            input_output_aliases={len(operands) - len(old) + j: i for j, i in enumerate(old)},
+            maxnreg=registers,  # `_lower` takes it out again
+            **arguments,
         )
-    operands = [*unused, *operands]
-    kernel = _with_unused(kernel, len(unused))
     names = [p.name for p in kernel.params if not p.is_constexpr][len(operands) :]
     with warnings.catch_warnings():
         # Its successor, jax.new_ref, is not there in the older line.
@@ -165,10 +165,9 @@ def _compile(
             kernel=kernel,
             out_type=list(shapes),
             input_output_aliases={len(operands) + j: i for j, i in enumerate(old)},
-            backend_options=_OPTIONS,
+            backend_options={**_OPTIONS, "maxnreg": registers},
             **{names[i]: x for i, x in old.items()},
-            **options,
-            **constants,
+            **arguments,
         )
 
 
@@ -178,7 +177,7 @@ def _jax_triton() -> Any:
     library = _imported("jax_triton.triton_lib")
     primitive = library.triton_kernel_call_p
     if _OLD_LINE:
-        # Replaces jax-triton's rule for every kernel of this process, with the same rule and other options.
+        # In the place of jax-triton's rule, and the same for everybody else's kernels.
         mlir.register_lowering(primitive, functools.partial(_lower, library), platform="cuda")
     else:
         _mend_dead_code_rule(primitive)
@@ -195,32 +194,35 @@ def _mend_dead_code_rule(primitive: Any) -> None:
 
 
 def _lower(library: Any, ctx: Any, *args: Any, **params: Any) -> Any:
-    """jax-triton 0.3.1's rule, with options that it has no argument for, and also where there is no GPU."""
-
-    class Backend(library.cb.CUDABackend):
-        def parse_options(self, opts: dict[str, Any]) -> Any:
-            return super().parse_options({**opts, **_OPTIONS})
-
+    """jax-triton 0.3.1's rule, for our kernels with options that it has no argument for, and also where there is no GPU."""
+    lower, registers = library.triton_kernel_call_lowering, params.pop("maxnreg", None)
+    if registers is None:
+        return lower(library.get_cuda_backend, ctx, *args, **params)
     if params["compute_capability"] is None:
         try:
             params["compute_capability"] = library.triton_kernel_call_lib.get_compute_capability(0)
         except RuntimeError:  # it asks a driver that is not there; Pallas takes the same
             params["compute_capability"] = _SM_90
+
+    class Backend(library.cb.CUDABackend):
+        def parse_options(self, opts: dict[str, Any]) -> Any:
+            return super().parse_options({**opts, **_OPTIONS, "maxnreg": registers})
+
     backend = lambda _, capability: Backend(library.cb.GPUTarget("cuda", capability, 32))  # noqa: E731
-    return library.triton_kernel_call_lowering(backend, ctx, *args, **params)
+    return lower(backend, ctx, *args, **params)
 
 
 @functools.cache
-def _with_unused(kernel: Any, count: int) -> Any:
-    """The kernel with `count` pointers in front that it does not use: each operand of a call has a parameter."""
+def _with_unused(kernel: Any, place: int, count: int) -> Any:
+    """The kernel with `count` more pointers before parameter `place`: each operand of a call has one, used or not."""
     if count == 0:
         return kernel
     names = "".join(f"unused_{i}, " for i in range(count))
-    source = inspect.getsource(kernel.fn).replace(
-        f"def {kernel.__name__}(", f"def {kernel.__name__}({names}", 1
-    )
+    # A kernel's source begins with its parameters.
+    first = kernel.params[place].name
+    source = re.sub(rf"\b{first}\b", f"{names}{first}", inspect.getsource(kernel.fn), count=1)
     # Triton reads the source of what it compiles; linecache is where Python looks for that of a file that is none.
-    file = f"<{kernel.__module__}.{kernel.__name__} after {count} unused>"
+    file = f"<{kernel.__module__}.{kernel.__name__}, {count} unused before {first}>"
     linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file
     found: dict[str, Any] = {}
     exec(compile(source, file, "exec"), kernel.fn.__globals__, found)

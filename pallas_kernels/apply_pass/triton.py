@@ -171,6 +171,7 @@ def update(
         into=into,
         after=waits,
         num_warps=_pallas.warps(part, ENTRIES_A_THREAD),
+        registers=96,
         interpret=interpret,
     )
     return out, new_h, new_last, *new_age

@@ -36,9 +36,9 @@ def apply_with(
 ) -> Any:
     ok, scale, clip, eta, decay, *rule = numbers
     scalars = Scalars(ok, scale, clip, eta, decay, Coefficients(*rule))
-    return apply_pass(
-        theta, h, g, last, words, total, scalars=scalars, age=age[0] if age else None, **options
-    )
+    out = apply_pass(theta, h, g, last, words, total, scalars=scalars, age=age[0] if age else None, **options)
+    # JAX gives the memory of a donated argument to the first result that it fits: h's not to an update.
+    return out if "update_dtype" not in options else (out.h, out.last, out.age, out.out)
 
 
 # What is called, the name of its kernel, and with what.

@@ -117,16 +117,23 @@ def compile_on(mesh: Any, jitted: Callable[..., Any], *arrays: Any, spills: bool
 
 
 def record_jax_triton() -> None:
-    """From now on the PTX that jax-triton compiles is put where XLA dumps its own, for `ptxas_reports`."""
+    """From now on the PTX of what jax-triton calls is put where XLA dumps its own, for `ptxas_reports`."""
     from jax._src.lib import gpu_triton
 
-    make = gpu_triton.TritonKernel
+    make_kernel, make_call = gpu_triton.TritonKernel, gpu_triton.TritonKernelCall
+    made = []  # jax-triton keeps them too, and calls one more than once
 
-    def keep(name: str, num_warps: int, num_ctas: int, shared_bytes: int, ptx: str, *rest: Any) -> Any:
-        (Path(os.environ["GPU_COMPILE_PTX"]) / f"jax_triton_{name}.ptx").write_text(ptx)
-        return make(name, num_warps, num_ctas, shared_bytes, ptx, *rest)
+    def kernel(name: str, num_warps: int, num_ctas: int, shared_bytes: int, ptx: str, *rest: Any) -> Any:
+        made.append((make_kernel(name, num_warps, num_ctas, shared_bytes, ptx, *rest), name, ptx))
+        return made[-1][0]
 
-    gpu_triton.TritonKernel = keep
+    def call(called: Any, *rest: Any) -> Any:
+        for one, name, ptx in made:
+            if one is called:
+                (Path(os.environ["GPU_COMPILE_PTX"]) / f"jax_triton_{name}.ptx").write_text(ptx)
+        return make_call(called, *rest)
+
+    gpu_triton.TritonKernel, gpu_triton.TritonKernelCall = kernel, call
 
 
 def ptxas_reports() -> dict[str, dict[str, int]]:
