@@ -11,6 +11,7 @@ import pytest
 
 from tests.gasloc_jax.gossip_process import CASES_OF, run
 from tests.helpers import TOLERANCES
+from tests.quick_compile import ENVIRONMENT, quick_compile  # noqa: F401
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -22,7 +23,7 @@ def free_port() -> int:
 
 
 def start(num_processes: int, folder: Path) -> list[subprocess.Popen]:
-    port, environment = free_port(), {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    port, environment = free_port(), {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | ENVIRONMENT
     command = [sys.executable, "-m", "tests.gasloc_jax.gossip_process", str(port), str(num_processes)]
     return [
         subprocess.Popen(
