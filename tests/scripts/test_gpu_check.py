@@ -43,7 +43,13 @@ def test_quick_run(tmp_path):
     out = tmp_path / "figures" / "check.json"
     ended = command("--quick", "--ops", "select_rows", "scatter_rows", "apply_pass", "--out", str(out))
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    for words in ("Against the plain-JAX", "Update of 24,672 parameters", "Bandwidth", "Goals", "None of these times"):
+    for words in (
+        "Against the plain-JAX",
+        "Update of 24,672 parameters",
+        "Bandwidth",
+        "Goals",
+        "None of these times",
+    ):
         assert words in ended.stdout, words
     found = json.loads(out.read_text())
     assert found["device"]["platform"] == "cpu" and found["settings"]["quick"] is True
