@@ -199,8 +199,6 @@ def surroundings() -> Row:
 def main(settings: Settings, run: Callable[..., None] = in_another_process) -> tuple[int, Row]:
     """(exit code, everything that was found)."""
     began = time.time()
-    if settings.quick:
-        os.environ["JAX_PLATFORMS"] = "cpu"  # of the process that is started
     result: Row = {
         **surroundings(),
         "settings": {**dataclasses.asdict(settings), "out": str(settings.out)},
@@ -267,4 +265,9 @@ def main(settings: Settings, run: Callable[..., None] = in_another_process) -> t
 
 
 if __name__ == "__main__":
-    sys.exit(main(parse(None))[0])
+    given = parse(None)
+    # Of the process that is started; Triton decides at its import.
+    os.environ["TRITON_INTERPRET"] = str(int(given.quick))
+    if given.quick:
+        os.environ["JAX_PLATFORMS"] = "cpu"
+    sys.exit(main(given)[0])
