@@ -23,7 +23,7 @@ help:
 	@echo "make test    run the tests          (TESTS=tests/models PYTEST_FLAGS=-x)"
 	@echo "make lint    ruff and mypy"
 	@echo "make format  let ruff repair and lay out the code"
-	@echo "make gpu-compile  fetch the GPU compiler and Triton for the tests of kernels (1.5 GB, no GPU needed)"
+	@echo "make gpu-compile  fetch the GPU compiler and Triton for the tests of kernels (1 GB, no GPU needed)"
 	@echo "make clean   remove environments and caches; runs/ is kept"
 
 demo: $(VENV)/.installed-test

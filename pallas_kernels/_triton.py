@@ -1,7 +1,7 @@
-"""What the Triton twins share: the call of a `@triton.jit` kernel through jax-triton, and Triton's interpreter on CPU.
+"""What the Triton twins share: the call of a `@triton.jit` kernel, through jax-triton or by Triton's interpreter.
 
 Triton and jax-triton come with the extra `cuda`, and neither is imported before a Triton kernel is asked for. What the
-two supported lines of JAX and jax-triton need besides stands here and nowhere else.
+two supported lines of JAX and jax-triton need besides stands here, what its interpreter needs in _triton_interpreter.py.
 """
 
 import functools
@@ -9,7 +9,6 @@ import importlib
 import inspect
 import linecache
 import re
-import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -20,7 +19,9 @@ import numpy as np
 from jax import lax
 from jax.interpreters import mlir
 
-# jax-triton 0.3.1 is the last one for JAX 0.10, 0.4.1 the first that works with JAX 0.12.
+from pallas_kernels._triton_interpreter import interpret as interpret_kernel
+
+# jax-triton 0.3.1 goes with JAX 0.10, 0.4.1 with JAX 0.12.
 _OLD_LINE = jax.__version_info__ < (0, 11)
 _OPTIONS = {
     # Triton writes the version of the ptxas that it brings along, which an older ptxas, such as CUDA 13.0's, refuses. It
@@ -102,7 +103,7 @@ def call(
     _check_process(kernel, name, interpret)
     with jax.named_scope(name):
         if interpret:
-            outs = _interpret(kernel, programs, flat, old, shapes, constants)
+            outs = interpret_kernel(kernel, programs, flat, old, shapes, constants)
         else:
             first = [jnp.ravel(x) for x in after]
             options = {"grid": (programs,), "name": name, "num_warps": num_warps, "num_stages": 1}
@@ -127,9 +128,6 @@ def _as_varying_as(inputs: Sequence[Any], outputs: Sequence[jax.Array]) -> list[
         return lax.pcast(x, missing, to="varying") if missing else x
 
     return [cast(x) for x in outputs]
-
-
-# Through jax-triton ------------------------------------------------------------------------------------------------
 
 
 def _compile(
@@ -227,88 +225,3 @@ def _with_unused(kernel: Any, place: int, count: int) -> Any:
     found: dict[str, Any] = {}
     exec(compile(source, file, "exec"), kernel.fn.__globals__, found)
     return found[kernel.__name__]
-
-
-# Triton's interpreter ----------------------------------------------------------------------------------------------
-
-# It keeps the number of the program and patches `triton.language` in global variables.
-_one_at_a_time = threading.Lock()
-
-
-def _interpret(
-    kernel: Any,
-    programs: int,
-    operands: Sequence[Any],
-    old: Mapping[int, jax.Array],
-    shapes: Sequence[jax.ShapeDtypeStruct],
-    constants: Mapping[str, Any],
-) -> Sequence[jax.Array]:
-    _mend_interpreter()
-
-    def run(*arrays: Any) -> list[np.ndarray]:
-        arrays = [np.array(x) for x in arrays]
-        replaced = dict(zip(old, arrays[len(operands) :], strict=True))
-        outs = [replaced[i] if i in replaced else _unwritten(shape) for i, shape in enumerate(shapes)]
-        # It computes lanes that no mask lets through, too.
-        with _one_at_a_time, np.errstate(all="ignore"):
-            kernel[(programs,)](*map(_Buffer, [*arrays[: len(operands)], *outs]), **constants)
-        return outs
-
-    return jax.pure_callback(run, list(shapes), *operands, *old.values())
-
-
-@functools.cache
-def _mend_interpreter() -> None:
-    """Triton 3.9's interpreter cuts a float32 to make a bfloat16 of it, where a GPU rounds to the nearest."""
-    interpreter = _imported("triton.runtime.interpreter")
-    builder = interpreter.interpreter_builder
-    cut = builder.create_fp_trunc
-
-    def truncate(x: Any, to: Any) -> Any:
-        if (x.dtype.scalar.name, to.scalar.name) == ("fp32", "bf16"):
-            return interpreter.TensorHandle(x.data.astype(jnp.bfloat16).view(np.uint16), to.scalar)
-        return cut(x, to)
-
-    builder.create_fp_trunc = truncate
-
-
-def _unwritten(shape: jax.ShapeDtypeStruct) -> np.ndarray:
-    """An output before it is written: no zeros, which a test could take for results."""
-    size, itemsize = shape.shape[0], jnp.dtype(shape.dtype).itemsize
-    return np.full(size * itemsize, 1 if shape.dtype == bool else 0xA5, np.uint8).view(shape.dtype)
-
-
-class _Buffer:
-    """A NumPy array as the interpreter wants its tensors, with the few methods of torch's that it calls."""
-
-    def __init__(self, array: np.ndarray):
-        self.array = array
-        self.shape = array.shape
-        self.dtype = f"torch.{array.dtype.name}"
-
-    def data_ptr(self) -> int:
-        return self.array.ctypes.data
-
-    def untyped_storage(self) -> "_Buffer":
-        return self
-
-    def cpu(self) -> "_Buffer":
-        return self
-
-    def new_empty(self, *_: Any, **__: Any) -> "_Buffer":
-        return _Buffer(self.array[:0])
-
-    def set_(self, storage: "_Buffer", *_: Any) -> None:
-        self.array, self.shape = storage.array, storage.shape
-
-    def storage_offset(self) -> int:
-        return 0
-
-    def size(self) -> tuple[int, ...]:
-        return self.shape
-
-    def stride(self) -> tuple[int, ...]:
-        return (1,)
-
-    def copy_(self, other: "_Buffer") -> None:
-        """Nothing to copy back: `cpu` gave the array itself."""
