@@ -137,7 +137,7 @@ def update(
     spread = compact.scatter(jnp.zeros((rows.size,), jnp.float32), there, words, rows=rows)
     had_m = unpack(last, rows.size)
     age, tau_power = (aging[0].astype(jnp.int32), aging[1][aging[0]]) if aging else (None, None)
-    x = theta if theta.size else None
+    x = theta if theta.size or not settings.update else None
     out, new_h = new_entries(x, h, g.astype(jnp.float32), had_m, kept, spread, tau_power, s, settings, dtype)
     new_last = pack(jnp.where(s.ok, mask, had_m))
     new_age = [] if age is None else [older(age, kept, s.ok).astype(jnp.uint8)]

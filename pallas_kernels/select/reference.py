@@ -188,7 +188,9 @@ def select_words(
     Returns:
       uint32 (rows.words,), or (num_rows * B / 32,) for a window.
     """
-    short = rows.block - rows.last if rows.count else 0
+    if not rows.count:
+        return jnp.zeros(((num_rows or 0) * rows.row_words,), jnp.uint32)
+    short = rows.block - rows.last
     grid = jnp.pad(x, (0, short), constant_values=jnp.nan).reshape(rows.count, rows.block)
     row = jnp.arange(rows.count if num_rows is None else num_rows, dtype=jnp.int32)
     if num_rows is not None:

@@ -209,6 +209,15 @@ def test_the_kernel_stays_inside_its_buffers(kernel):
         assert_bit_equal(np.asarray(one), wide(np.asarray(other), rest))
 
 
+@pytest.mark.parametrize("size", [0, 70])
+def test_nothing_kept(size):
+    """No kernel for it, and no error: only the residual and the decay go on."""
+    rows = Rows(size, B, 0)
+    arrays = arrays_of(rows, 0)
+    had_m, nothing = np.arange(size) % 3 == 0, np.zeros(size, bool)
+    check("xla", rows, {}, had_m, nothing)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

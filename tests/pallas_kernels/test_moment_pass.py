@@ -178,6 +178,18 @@ def test_next_mask_at_the_default_block(form):
     assert_bit_equal(np.asarray(got), numpy_pack(want[4096 : 3 * 4096]))
 
 
+def test_no_entries():
+    """No kernel for nothing, and no error: an empty leaf, and rows that keep nothing."""
+    none, no_words = np.zeros(0, np.float32), np.zeros(0, np.uint32)
+    kept, squares = op.moment_pass(none, none, no_words, no_words, 3, b1=0.9)
+    assert (kept.shape, squares.shape) == ((0,), (0,))
+    got = op.select_moment(none, none, no_words, np.ones(2, np.int32), b1=0.9, first_row=0, num_rows=2)
+    assert_bit_equal(np.asarray(got), np.zeros(256, np.uint32))
+    x, words = np.ones(70, np.float32), np.full(3, 0xFFFFFFFF, np.uint32)
+    kept, squares = op.moment_pass(x, x, words, words, 0, b1=0.9, block=B)
+    assert (kept.shape, squares.tolist()) == ((0,), [64.0, 6.0])
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
