@@ -209,13 +209,20 @@ def test_the_kernel_stays_inside_its_buffers(kernel):
         assert_bit_equal(np.asarray(one), wide(np.asarray(other), rest))
 
 
-@pytest.mark.parametrize("size", [0, 70])
-def test_nothing_kept(size):
+def test_nothing_kept():
     """No kernel for it, and no error: only the residual and the decay go on."""
-    rows = Rows(size, B, 0)
-    arrays = arrays_of(rows, 0)
-    had_m, nothing = np.arange(size) % 3 == 0, np.zeros(size, bool)
-    check("xla", rows, {}, had_m, nothing)
+    rows = Rows(70, B, 0)
+    check("xla", rows, {}, np.arange(70) % 3 == 0, np.zeros(70, bool))
+
+
+def test_no_entries():
+    leaf, mask, rule = (
+        np.zeros((0, 10), np.float32),
+        np.zeros(0, np.uint32),
+        op.coefficients(1, b1=0, b2=0, eps=0),
+    )
+    got = op.apply_pass(leaf, leaf, leaf, mask, mask, np.zeros(0), 3, op.Scalars(1, 1, 1, 1, 0, rule))
+    assert (got.out.shape, got.h.shape, got.last.shape, got.age) == ((0, 10), (0, 10), (0,), None)
 
 
 @pytest.mark.parametrize(
