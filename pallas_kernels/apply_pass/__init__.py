@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels import _dispatch, _triton
 from pallas_kernels._rows import BLOCK, Rows, check_entries, check_words, no_kernel
@@ -136,8 +137,8 @@ def apply_pass(
     arrays = [reference.pack_scalars(scalars), *(x.reshape(-1) for x in (theta, h, g)), last, words, total]
     if age is not None:
         check_entries("age", age, rows, ("uint8",))
-        tau = jnp.arange(1, reference.MAX_AGE + 2, dtype=jnp.float32)
-        arrays += [age.reshape(-1), tau**staleness_power]
+        tau = np.arange(1, reference.MAX_AGE + 2, dtype=np.float32)
+        arrays += [age.reshape(-1), jnp.asarray(tau**staleness_power, jnp.float32)]
     settings = reference.Settings(bias_correction, clip_all, finite, update_dtype is not None)
     dtype = jnp.dtype(theta.dtype if update_dtype is None else update_dtype)
     options: dict[str, Any] = {

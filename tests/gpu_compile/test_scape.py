@@ -56,7 +56,7 @@ def test_the_update_moves_little_more_than_it_must(reports, density):
     assert reports[density]["kernel_bytes"] <= 1.15 * (floor + 4 * entries)
     if density == "d=.01":
         assert reports["d=.01, Triton"]["kernel_bytes"] == reports[density]["kernel_bytes"]
-    assert reports[f"{density}, plain XLA"]["kernel_bytes"] > 3 * floor, "else the kernels are not worth it"
+    assert reports[f"{density}, plain XLA"]["kernel_bytes"] > 2 * floor, "else the kernels are not worth it"
 
 
 @pytest.mark.parametrize("name", compile_scape.UPDATES)

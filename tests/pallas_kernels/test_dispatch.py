@@ -47,8 +47,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is dep
 
 
 def lowered(fn, *arrays, platform, mesh=None) -> str:
-    auto = (jax.sharding.AxisType.Auto,)
-    mesh = mesh or jax.sharding.AbstractMesh((1,), ("one",), axis_types=auto, abstract_device=H100)
+    explicit = (jax.sharding.AxisType.Explicit,)
+    mesh = mesh or jax.sharding.AbstractMesh((1,), ("one",), axis_types=explicit, abstract_device=H100)
     with jax.sharding.use_abstract_mesh(mesh):
         return jax.jit(fn).trace(*arrays).lower(lowering_platforms=(platform,)).as_text()
 
