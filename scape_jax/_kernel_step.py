@@ -63,9 +63,9 @@ class KernelStep(ScapeStep):
         k, k_last, _ = layout.kept(self.levels[index])
         return {"k": k, "k_last": k_last, "block": layout.row, "implementation": self.opts.implementation}
 
-    def _own(self, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-        """A kernel's operands, all typed as another on each worker: its results are, and the reference's must be too."""
-        return tuple(own_on_workers(x, self.opts.axis_name) for x in arrays)
+    def _own(self, *arrays: Any) -> tuple[Any, ...]:
+        """Operands, or None, all typed as another on each worker: a kernel's results are, and the reference's must be."""
+        return tuple(None if x is None else own_on_workers(x, self.opts.axis_name) for x in arrays)
 
     def _shared(self, x: jax.Array) -> jax.Array:
         return equal_on_workers(x, self.opts.axis_name)
@@ -124,7 +124,7 @@ class KernelStep(ScapeStep):
 
     def _at_level(self, index, masks, selected, emit, nonfinite, loss, stats):
         opts, step = self.opts, (self.count + 1).astype(jnp.float32)
-        if index == 0:
+        if index == 0 or not self.sparse:
             leaves = [dataclasses.replace(leaf, g=leaf.g.astype(jnp.float32)) for leaf in self.leaves]
             nonfinite, _ = ex.control_numbers([leaf.g for leaf in leaves], nonfinite, loss, opts.checks_all)
             plain = ScapeStep(opts, leaves, self.count, self.num_workers)
@@ -225,16 +225,13 @@ class KernelStep(ScapeStep):
     def _applied(self, index, leaf, i, emit, mask, total, start, selected, scalars):
         """(result, h, mask, age) of a sparse leaf."""
         opts = self.opts
-        theta = None if emit.theta is None else emit.theta[i]
-        operands = [leaf.h, leaf.g, leaf.prev, mask, total]
-        if emit.update and emit.lam is None:
-            theta = None  # nothing of it is needed
-        own = self._own(
-            *operands, *([] if theta is None else [theta]), *([] if leaf.age is None else [leaf.age])
+        # An update without decay needs no parameters.
+        theta = None if emit.update and emit.lam is None else emit.theta[i]
+        theta, h, g, last, mask, total, age = self._own(
+            theta, leaf.h, leaf.g, leaf.prev, mask, total, leaf.age
         )
-        h, g, last, mask, total, *rest = own
         new = apply_pass(
-            rest.pop(0) if theta is not None else None,
+            theta,
             h,
             g,
             last,
@@ -242,7 +239,7 @@ class KernelStep(ScapeStep):
             total,
             scalars=jax.tree.map(lambda x: self._own(jnp.asarray(x, jnp.float32))[0], scalars),
             first=start,
-            age=rest.pop(0) if leaf.age is not None else None,
+            age=age,
             staleness_power=opts.staleness_power,
             bias_correction=opts.bias_correction,
             clip_all=opts.clip_order == "before",
