@@ -1,7 +1,6 @@
 """Exact top-k of |x| in each row by a Triton kernel: the row is read once and searched in registers.
 
-The search of `pallas.py`, bit by bit with an early end. Ties are settled on the packed words, and only in a row that
-has some at its threshold.
+The search of `pallas.py`. Ties are settled on the packed words, and only in a row that has some at its threshold.
 """
 
 from typing import Any
@@ -14,9 +13,11 @@ import triton.language as tl
 from pallas_kernels import _pallas, _triton
 from pallas_kernels._rows import Rows
 from pallas_kernels._triton_rows import keeps, pack_bits, popcount, tile
+from pallas_kernels.select import pallas
 
 # Fewer warps a row: each count of the search crosses them.
 ENTRIES_A_THREAD = 32
+GUESSES = tl.constexpr(pallas.GUESSES)
 
 
 @triton.jit
@@ -29,6 +30,18 @@ def keys(x):
         key = x.to(tl.int16, bitcast=True).to(tl.int32) & 0x7FFF
         infinity = 0x7F80 if x.dtype == tl.bfloat16 else 0x7C00
     return tl.where(key > infinity, -1, key)
+
+
+@triton.jit
+def log(count):
+    """int32, 2^23 log2(2 count + 1), linear between the powers of two."""
+    return (2 * count + 1).to(tl.float32).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def value(pattern, shift: tl.constexpr):
+    """float32, finite and proportional to the value of a key."""
+    return tl.minimum(pattern << shift, 0x7F7FFFFF).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -55,18 +68,37 @@ def largest(x, candidate, k, key_bits: tl.constexpr):
       key_bits: of a key, 31 for float32 and 15 for the 16-bit types.
     """
     key = tl.where(candidate, keys(x), -1)
-    bit, threshold, reached = key_bits - 1, 0, -1
-    while (bit >= 0) & (reached != k):
-        trial = threshold | (1 << bit)
-        count = tl.sum((key >= trial).to(tl.int32))
-        threshold = tl.where(count >= k, trial, threshold)
-        reached = tl.where(count >= k, count, reached)
-        bit -= 1
+    # From a key to the bits of a float32 that is proportional to its value.
+    shift: tl.constexpr = 13 if x.dtype == tl.float16 else 31 - key_bits
+    log_k = log(k)
+    step, low, high, reached, above = 0, 0, tl.max(key) + 1, -1, 0
+    excess = (log(tl.full((), x.numel, tl.int32)) - log_k).to(tl.float32)
+    lack = (log(tl.full((), 0, tl.int32)) - log_k).to(tl.float32)
+    was_enough, stalled = k < 0, k < 0
+    while (reached != k) & (high - low > 1):
+        at_low, at_high = value(low, shift), value(high, shift)
+        guess = at_low + (at_high - at_low) * (excess / (excess - lack))
+        trial = guess.to(tl.int32, bitcast=True) >> shift
+        trial = tl.where(step < GUESSES, trial, low + ((high - low) >> 1))
+        if stalled:
+            trial = tl.max(tl.where(key < high, key, -1))
+        trial = tl.minimum(tl.maximum(trial, low + 1), high - 1)
+        # As `pallas._reaching`.
+        count = x.numel - tl.sum(((key - trial).to(tl.uint32) >> 31).to(tl.int32))
+        enough, ratio = count >= k, (log(count) - log_k).to(tl.float32)
+        weight = 1 - ratio / tl.where(enough, excess, lack)
+        weight = tl.where(weight > 0, weight, 0.5)
+        weight = tl.where(enough == was_enough, weight, 1.0)
+        stalled = (count < k) & (count == above)
+        low, high = tl.where(enough, trial, low), tl.where(enough, high, trial)
+        reached, above = tl.where(enough, count, reached), tl.where(enough, above, count)
+        excess, lack = tl.where(enough, ratio, excess * weight), tl.where(enough, lack * weight, ratio)
+        was_enough, step = enough, step + 1
     if reached == k:
-        words = pack_bits(key >= threshold)
+        words = pack_bits(key >= low)
     else:
-        words = pack_bits(key > threshold)
-        tied = pack_bits(key == threshold)
+        words = pack_bits(key > low)
+        tied = pack_bits(key == low)
         number = popcount(tied)
         before = tl.cumsum(number) - number
         words |= lowest_bits(tied, k - tl.sum(popcount(words)) - before)

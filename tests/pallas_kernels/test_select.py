@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from pallas_kernels.select import select
+from pallas_kernels.select import pallas, select
 from tests.pallas_kernels.reference_numpy import numpy_select
 
 BLOCK = 4096
@@ -117,3 +117,45 @@ def test_k_may_be_traced_and_rows_are_independent():
 
 def test_no_rows():
     assert select(np.zeros((0, 32), np.float32), 3).shape == (0, 32)
+
+
+# The kernels' search, which the forms of test_rows.py also run -------------------------------------------------------
+
+
+def gradients(kind):
+    """float32 (64, 4096), rows that occur in training, or that no guess is good for."""
+    rng = np.random.default_rng(4)
+    x = rng.standard_normal((64, BLOCK))
+    if kind == "momentum":
+        x *= np.exp(rng.standard_normal(x.shape))
+    elif kind == "embedding":
+        x *= rng.random(x.shape) < 0.1
+    elif kind == "equal":
+        x[:] = x[:, :1]
+    elif kind == "powers":
+        x[:] = 2.0 ** -(np.arange(BLOCK) % 149)
+    elif kind == "bits":
+        return rng.integers(0, 0x7F800001, x.shape, np.int32).view(np.float32)
+    return x.astype(np.float32)
+
+
+search_rows = jax.jit(jax.vmap(lambda key, k: pallas.search(key, k, shift=0), in_axes=(0, None)))
+
+
+# Mean counts of a row of each kind. Halving the interval of bit patterns takes 14 to 18 for the first two, and 31 where
+# many are equal.
+@pytest.mark.parametrize(
+    ("kind", "most"),
+    [("normal", 9), ("momentum", 10), ("embedding", 12), ("equal", 13), ("powers", 25), ("bits", 25)],
+)
+@pytest.mark.parametrize("k", [0, 41, 410, 2048, BLOCK])
+def test_the_kernels_search_is_guided(kind, most, k):
+    key = np.abs(gradients(kind)).view(np.int32)
+    threshold, reached, counts = (np.asarray(a) for a in search_rows(key, np.int32(k)))
+    assert counts.mean() < most
+    assert counts.max() <= pallas.GUESSES + 62
+    number = (key >= threshold[:, None]).sum(1)
+    # Where a tie keeps it from exactly k, the k-th largest itself.
+    kth = np.sort(key, axis=1)[:, ::-1][:, max(k - 1, 0)]
+    assert ((number == k) | (threshold == kth)).all()
+    assert ((reached == number) | (threshold == 0)).all()
