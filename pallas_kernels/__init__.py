@@ -8,7 +8,7 @@ supports the shape and dtype, and the reference elsewhere; "xla", "pallas" and "
 NotImplementedError. Under `jax.shard_map` kernels see a worker's own arrays; XLA cannot divide one over devices by itself.
 """
 
-from pallas_kernels._dispatch import IMPLEMENTATIONS
+from pallas_kernels._dispatch import IMPLEMENTATIONS, divided_by_xla
 from pallas_kernels._rows import MAX_KERNEL_BLOCK
 
-__all__ = ["IMPLEMENTATIONS", "MAX_KERNEL_BLOCK"]
+__all__ = ["IMPLEMENTATIONS", "MAX_KERNEL_BLOCK", "divided_by_xla"]

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from jax import lax
 from jax.extend.core import Primitive
-from jax.interpreters import mlir
+from jax.interpreters import batching, mlir
 
 IMPLEMENTATIONS = ("xla", "pallas", "triton")
 
@@ -69,9 +69,12 @@ def run(
             f"interpret=True needs a named kernel, got implementation={implementation!r}. Use 'pallas' or 'triton'."
         )
     if implementation is None:
+        unsupported = unsupported or divided_by_xla()
         if unsupported is None:
-            return lax.platform_dependent(*args, cuda=next(iter(kernels.values())), default=reference)
-        return reference(_note(args[0], op=op, reason=unsupported, cuda_only=False), *args[1:])
+            best = next(iter(kernels.values()))
+            by_kernel = lambda x, *rest: best(_note(x, op=op, reason="", before="open kernel"), *rest)  # noqa: E731
+            return lax.platform_dependent(*args, cuda=by_kernel, default=reference)
+        return reference(_note(args[0], op=op, reason=unsupported, before="reference"), *args[1:])
     if implementation == "xla":
         return reference(*args)
     if implementation not in kernels:
@@ -82,7 +85,7 @@ def run(
     if interpret or _interpreted.get():
         return kernel(*args, interpret=True)
     reason = f"the {implementation!r} kernel runs on CUDA devices only"
-    return kernel(_note(args[0], op=op, reason=reason, cuda_only=True), *args[1:])
+    return kernel(_note(args[0], op=op, reason=reason, before="named kernel"), *args[1:])
 
 
 # The identity. What it says, it says where the program is lowered for a device, which no trace knows.
@@ -95,8 +98,25 @@ def _note(x: jax.Array, **params: Any) -> jax.Array:
     return _note_p.bind(x, **params)
 
 
-def _lower_elsewhere(ctx: Any, x: Any, *, op: str, reason: str, cuda_only: bool) -> list[Any]:
-    if cuda_only:
+def divided_by_xla() -> str | None:
+    """Why no kernel can stand here: XLA is to divide the arrays over devices by itself. None where it is not known to be."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.size == 1 or not set(mesh.axis_names) - set(mesh.manual_axes):
+        return None
+    return f"XLA cannot divide a kernel over {mesh.size} devices by itself; call it inside jax.shard_map over all axes"
+
+
+def _divided(ctx: Any) -> bool:
+    """Whether XLA divides the arrays of the program that is being lowered, at this place."""
+    where = ctx.module_context.axis_context
+    mesh = getattr(where, "mesh", None)
+    if mesh is None:
+        return (getattr(where, "num_devices", None) or 1) > 1
+    return mesh.size > 1 and not set(mesh.axis_names) <= set(where.manual_axes)
+
+
+def _lower_elsewhere(ctx: Any, x: Any, *, op: str, reason: str, before: str) -> list[Any]:
+    if before == "named kernel":
         platforms = ctx.platforms or ctx.module_context.platforms
         raise NotImplementedError(
             f"{op}: {reason}, and this program is lowered for {', '.join(platforms)}. "
@@ -105,12 +125,18 @@ def _lower_elsewhere(ctx: Any, x: Any, *, op: str, reason: str, cuda_only: bool)
     return [x]
 
 
-def _lower_on_cuda(ctx: Any, x: Any, *, op: str, reason: str, cuda_only: bool) -> list[Any]:
-    if not cuda_only:
+def _lower_on_cuda(ctx: Any, x: Any, *, op: str, reason: str, before: str) -> list[Any]:
+    if before == "reference":
         _log_fallback(op, reason)
+    elif _divided(ctx):
+        raise NotImplementedError(
+            f"{op}: XLA cannot divide a kernel over devices by itself: every device would gather the whole arrays. Call it "
+            "inside jax.shard_map over all axes of the mesh, or use implementation='xla'."
+        )
     return [x]
 
 
+batching.defvectorized(_note_p)
 mlir.register_lowering(_note_p, _lower_elsewhere)
 mlir.register_lowering(_note_p, _lower_on_cuda, platform="cuda")
 

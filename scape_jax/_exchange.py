@@ -11,6 +11,8 @@ import numpy as np
 import optax
 from jax import lax
 
+from scape_jax._worker_types import equal_on_workers
+
 AxisName = str | tuple[str, ...] | None
 
 
@@ -131,13 +133,15 @@ def all_reduce_mean(
 
 def all_sum(tree: Any, axis_name: AxisName, num_workers: int) -> Any:
     """The sum over workers of every array of the tree."""
-    return lax.psum(tree, axis_name) if num_workers > 1 else tree
+    if num_workers == 1:
+        return jax.tree.map(lambda x: equal_on_workers(x, axis_name), tree)
+    return lax.psum(tree, axis_name)
 
 
 def all_gather(x: jax.Array, axis_name: AxisName, num_workers: int) -> jax.Array:
     """(n,) on each worker -> (W, n), equal on all."""
     if num_workers == 1:
-        return x[None]
+        return equal_on_workers(x, axis_name)[None]
     return lax.all_gather(x, axis_name, tiled=False, to="invarying")
 
 

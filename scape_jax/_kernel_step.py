@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels import divided_by_xla
 from pallas_kernels.apply_pass import Scalars, apply_pass, coefficients
 from pallas_kernels.compact import index_rows, mask_rows
 from pallas_kernels.moment_pass import moment_pass, select_moment
@@ -24,6 +25,9 @@ from scape_jax._layout import LeafLayout
 from scape_jax._options import ScapeOptions
 from scape_jax._scape_step import ScapeStep, owned_rows
 from scape_jax._worker_types import equal_on_workers, own_on_workers
+
+# Of all leaves together, with room for what travels beside them.
+MAX_KEPT = 1 << 30
 
 _logger = logging.getLogger("scape_jax")
 
@@ -37,7 +41,7 @@ def takes_kernels(opts: ScapeOptions) -> bool:
         return opts.implementation != "xla"
     if not _on_gpu():
         return False
-    if reason := opts.no_kernel():
+    if reason := opts.no_kernel() or divided_by_xla():
         _log_fallback(reason)
         return False
     return True
@@ -124,14 +128,15 @@ class KernelStep(ScapeStep):
 
     def _at_level(self, index, masks, selected, emit, nonfinite, loss, stats):
         opts, step = self.opts, (self.count + 1).astype(jnp.float32)
-        if index == 0 or not self.sparse:
+        first = self._first_entries(index)
+        # Positions in the payload are int32.
+        if index == 0 or not self.sparse or first[-1] > MAX_KEPT:
             leaves = [dataclasses.replace(leaf, g=leaf.g.astype(jnp.float32)) for leaf in self.leaves]
             nonfinite, _ = ex.control_numbers([leaf.g for leaf in leaves], nonfinite, loss, opts.checks_all)
             plain = ScapeStep(opts, leaves, self.count, self.num_workers)
             return plain._at_level(index, masks, selected, emit, nonfinite, loss, stats)
 
         words = [kept.words for kept in self._masks_at(index, masks)]
-        first = self._first_entries(index)
         dense = [leaf.g.astype(jnp.float32) for leaf in self.leaves if not leaf.layout.sparse]
         payload, nonfinite = self._payload(index, words, first, dense, nonfinite)
         total, dense_means, bad, loss = self._exchanged(payload, first[-1], dense, nonfinite, loss)

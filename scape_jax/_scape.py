@@ -288,10 +288,12 @@ def scape(
         small budgets (docs/results).
       skip_nonfinite: a non-finite gradient on any worker makes all workers skip the step, bit for bit.
       finite_check: "all" looks at every entry of the gradients, which reads them once more; "kept" only at what is
-        exchanged, which costs nothing: there a non-finite entry makes all skip the step too, elsewhere it counts as zero.
+        exchanged, which costs nothing: there a non-finite entry makes all skip the step too, elsewhere it counts as zero, as
+        does one beyond 2^40.
       implementation: None takes the GPU kernels on GPUs where they fit (selection "block", block_size a power of two up
-        to 8192) and plain JAX elsewhere; "xla" is plain JAX everywhere; "pallas" or "triton" is that kind of kernel or
-        NotImplementedError.
+        to 8192) and plain JAX elsewhere; "xla" is plain JAX everywhere; "pallas" or "triton" is that kind of kernel
+        (the mask's codec is Pallas' in both) or NotImplementedError. XLA cannot divide kernels over devices by itself:
+        with several of them call it inside shard_map, as make_train_step does.
 
     Returns:
       An ordinary optax transformation. `init` and `update` run inside shard_map when axis_name is given

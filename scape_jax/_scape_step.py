@@ -275,7 +275,7 @@ def _taken(leaf: Leaf, b1: Any, kept: Kept) -> tuple[jax.Array, jax.Array]:
 def _semi_updated(h: jax.Array, g: jax.Array, prev: jax.Array, b1: Any, finite: bool) -> jax.Array:
     """mt^n = b1 m_{t-1} + (1-b1) g^n + e^n, with m in h on M_{t-2} (`prev`) and e in h off it; of h's shape.
 
-    `finite`: a gradient that is not counts as zero.
+    `finite`: a gradient that is not, or is beyond 2^40, counts as zero.
     """
     had_m = unpack(prev, h.size).reshape(h.shape)
     return semi_updated(h, g.reshape(h.shape), had_m, b1, 1 - b1, finite)

@@ -88,7 +88,7 @@ def apply_pass(
       staleness_power: p of ghat / tau^p in v, tau = age + 1; needs `age`.
       bias_correction: "both", "none" or "momentum", see `adams`.
       clip_all: False clips only what enters v, as the paper's listing does.
-      finite: an entry of g that is not counts as zero where it is not kept.
+      finite: an entry of g that is not, or is beyond 2^40, counts as zero where it is not kept.
       update_dtype: write -eta (u + lam theta) in this dtype instead of the parameters; -0.0 where the step is skipped.
       after: arrays to be computed before: those that still read what is overwritten here.
       implementation: None, "xla", "pallas" or "triton", see `pallas_kernels`.

@@ -43,7 +43,7 @@ class Settings:
     Attributes:
       bias_correction: see `adams`.
       clip_all: the clip factor acts on what enters m and v, or only on what enters v (the paper's listing).
-      finite: a gradient that is not counts as zero where it is not kept.
+      finite: a gradient that is not, or is beyond 2^40, counts as zero where it is not kept.
       update: write -eta (u + lam theta), zero where the step is skipped, instead of the parameters.
     """
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import _dispatch, _triton
-from pallas_kernels._rows import BLOCK, Rows, check_entries, check_words, no_kernel
+from pallas_kernels._rows import BLOCK, MAX_KERNEL_SIZE, Rows, check_entries, check_words, no_kernel
 from pallas_kernels.moment_pass import pallas, reference
 from pallas_kernels.moment_pass.reference import semi_updated
 
@@ -96,9 +96,10 @@ def moment_pass(
     if not isinstance(buffer, int):
         arrays, size = (*arrays, buffer), buffer.size
         fits = buffer.ndim == 1 and buffer.dtype == dtype
-    if not fits or not 0 <= first <= size - rows.kept:
+    if not fits or not 0 <= first <= size - rows.kept or size > MAX_KERNEL_SIZE * 2 - 1:
         raise ValueError(
-            f"into must be {jnp.dtype(dtype)} of at least first + {rows.kept} entries, got {into} and first = {first}."
+            f"into must be {jnp.dtype(dtype)} of at least first + {rows.kept} entries and fewer than 2^31, got {into} and "
+            f"first = {first}."
         )
     options: dict[str, Any] = {
         "rows": rows,
@@ -144,9 +145,9 @@ def select_moment(
     Args:
       h, g, last, b1, block, implementation, interpret: as for `moment_pass`.
       k: int32 (num_rows,), entries kept in each row of the window, 0 <= k <= block.
-      first_row: int32 (), may be traced: where the window starts. Rows behind the last one are empty.
+      first_row: int32 () >= 0, may be traced: where the window starts. Rows behind the last one are empty.
       num_rows: rows of the window.
-      finite: a gradient that is not counts as zero.
+      finite: a gradient that is not, or is beyond 2^40, counts as zero.
 
     Returns:
       uint32 (num_rows * B / 32,).

@@ -109,7 +109,7 @@ def select(
       first_row: int32 ().
       rows: how the leaf is cut.
       num_rows: rows of the window; those behind the last row are empty.
-      finite: a gradient that is not counts as zero.
+      finite: a gradient that is not, or is beyond LARGEST, counts as zero.
       into: as in `_pallas.call`.
       interpret: as in `_pallas.call`.
 

@@ -14,16 +14,19 @@ from pallas_kernels.bits import unpack
 from pallas_kernels.compact import reference as compact
 from pallas_kernels.select.reference import select_words
 
+# A residual of gradients beyond this would overflow the norm of what is sent, and so stop every step that sends it.
+LARGEST = 2.0**40
+
 
 def semi_updated(
     h: jax.Array, g: jax.Array, had_m: jax.Array, b1: Any, rest: Any, finite: bool = False
 ) -> jax.Array:
     """mt = b1 m_{t-1} + (1-b1) g + e, where h holds m_{t-1} on `had_m` and e off it; rest is 1 - b1.
 
-    `finite`: a gradient that is not counts as zero.
+    `finite`: a gradient that is not, or is beyond LARGEST, counts as zero.
     """
     if finite:
-        g = jnp.where(jnp.abs(g) < jnp.inf, g, 0.0)
+        g = jnp.where(jnp.abs(g) < LARGEST, g, 0.0)
     return jnp.where(had_m, b1 * h, h) + rest * g
 
 

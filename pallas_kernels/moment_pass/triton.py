@@ -14,14 +14,17 @@ from pallas_kernels import _pallas, _triton
 from pallas_kernels._rows import Rows
 from pallas_kernels._triton_rows import keeps, load_words, popcount, ranks, tile, unpack_bits
 from pallas_kernels.moment_pass.pallas import ENTRIES_A_THREAD, SELECT_ENTRIES_A_THREAD
+from pallas_kernels.moment_pass.reference import LARGEST
 from pallas_kernels.select.triton import largest
+
+largest_gradient = tl.constexpr(LARGEST)
 
 
 @triton.jit
 def semi_updated(h, g, had_m, b1, rest, finite: tl.constexpr):
     """mt = b1 m_{t-1} + (1-b1) g + e, as `reference.semi_updated`."""
     if finite:
-        g = tl.where(tl.abs(g) < float("inf"), g, 0.0)
+        g = tl.where(tl.abs(g) < largest_gradient, g, 0.0)
     return tl.where(had_m, b1 * h, h) + rest * g
 
 

@@ -40,7 +40,7 @@ def select_rows(
       k: entries kept in each row, 0 <= k <= block: an int, or int32 () or (rows of the result,), which may be traced.
       k_last: entries kept in the last row where k is an int; min(k, its length) by default.
       block: B, a power of two.
-      first_row: int32 (), may be traced: where a window of rows starts. Rows behind the last one are empty.
+      first_row: int32 () >= 0, may be traced: where a window of rows starts. Rows behind the last one are empty.
       num_rows: rows of that window; both or neither.
       implementation: None, "xla", "pallas" or "triton", see `pallas_kernels`.
       interpret: run the named kernel on CPU, slowly; for tests.
@@ -50,7 +50,7 @@ def select_rows(
 
     Raises:
       ValueError: `block` is not allowed (names the allowed ones), or arguments contradict each other.
-      TypeError: x is not a floating-point array.
+      TypeError: x is not a floating-point array, or k no integer.
       NotImplementedError: the named implementation is not for this call or this device.
 
     Example:
@@ -62,6 +62,8 @@ def select_rows(
         raise TypeError(f"x must be a floating-point array, got {x.dtype}.")
     if (first_row is None) != (num_rows is None):
         raise ValueError(f"first_row and num_rows go together, got {first_row} and {num_rows}.")
+    if not jnp.issubdtype(jnp.result_type(k), jnp.integer):
+        raise TypeError(f"k must be an integer or integers, got {jnp.result_type(k)}.")
     window = [] if first_row is None else [jnp.asarray(first_row, jnp.int32)]
     given_k = not isinstance(k, numbers.Integral)
     if given_k:

@@ -67,6 +67,37 @@ def test_the_kernel_is_lowered_for_cuda(op, implementation):
     assert text.count(KERNEL) == 1
 
 
+@pytest.mark.parametrize("kind", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
+def test_no_kernel_where_xla_divides_the_arrays(kind, caplog):
+    """It would gather them whole on every device, silently. Where that is seen the reference runs, and a line says so."""
+    _dispatch._log_fallback.cache_clear()
+    mesh = jax.sharding.AbstractMesh((8,), ("data",), axis_types=(kind,), abstract_device=H100)
+    fn, arrays = example("select_rows")
+    with caplog.at_level(logging.WARNING, logger="pallas_kernels"):
+        text = lowered(fn, *arrays, platform="cuda", mesh=mesh)
+    assert KERNEL not in text
+    assert [r.message for r in caplog.records if "cannot divide a kernel over 8 devices" in r.message]
+
+
+@pytest.mark.parametrize("implementation", [None, "pallas"])
+def test_a_kernel_over_divided_arrays_is_an_error(implementation):
+    """Only the lowering knows that they are, where they come from a device mesh that no context names."""
+    fn, (x,) = example("select_rows")
+    divided = jax.sharding.NamedSharding(make_mesh(8), P("data"))
+    x = jax.ShapeDtypeStruct((8000, 37), x.dtype, sharding=divided)
+    jitted = jax.jit(functools.partial(fn, implementation=implementation))
+    with pytest.raises(
+        NotImplementedError, match=r"select_rows: XLA cannot divide .* jax\.shard_map over all axes"
+    ):
+        jitted.trace(x).lower(lowering_platforms=("cuda",))
+
+
+def test_vmap_goes_on_where_no_kernel_does():
+    masks = np.arange(120).reshape(3, 40).astype(np.uint16) % 3
+    got = jax.vmap(bits.pack_rows)(masks)
+    assert got.tolist() == [bits.pack_rows(row).tolist() for row in masks]
+
+
 @each_operation
 def test_the_reference_is_lowered_for_cpu(op):
     fn, arrays = example(op)

@@ -177,9 +177,12 @@ def test_a_bad_gradient_on_one_worker_changes_no_bit(on_gpu, value):
 
 
 @pytest.mark.parametrize("implementation", [None, "xla"], ids=["kernels", "xla"])
-@pytest.mark.parametrize("value", [np.nan, -np.inf])
+@pytest.mark.parametrize("value", [np.nan, 1e25])
 def test_only_what_is_sent_is_checked(on_gpu, value, implementation):
-    """finite_check="kept": in a sent entry it stops all workers, elsewhere that gradient counts as zero."""
+    """finite_check="kept": in a sent entry it stops all workers, elsewhere that gradient counts as zero.
+
+    1e25 is finite, but as a residual it would be sent next, overflow the norm, and stop this step and all that follow.
+    """
     tx = one_program(scape_jax.scape(1e-2, finite_check="kept", implementation=implementation, **SETTINGS))
     step = scape_jax.make_train_step(linear_loss, tx, make_mesh(2))
     first, second, third = make_batches(2, 3, shapes=LEAVES)
@@ -233,6 +236,12 @@ def test_kernels_are_traced_only_for_gpus(on_gpu, monkeypatch, caplog):
     ]
     monkeypatch.undo()
     assert not traced_kernels()
+
+
+def test_too_many_kept_entries_for_one_payload_go_the_plain_way(on_gpu, monkeypatch):
+    """Positions in the payload are int32. Here the limit is lower than what is kept."""
+    monkeypatch.setattr(_kernel_step, "MAX_KEPT", 10)
+    assert_same(steps(2, 2), steps(2, 2, implementation="xla"))
 
 
 def test_a_named_kernel_runs_or_says_why_not():
