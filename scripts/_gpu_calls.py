@@ -191,9 +191,12 @@ def mask_bytes(rows: Rows) -> int:
 
 def kept_bytes(rows: Rows, itemsize: int) -> float:
     """Of the sectors that hold a kept entry, for masks without a pattern: their expected number."""
-    each = SECTOR // itemsize
-    share = 1 - (1 - rows.kept / rows.size) ** each if rows.size else 0.0
-    return share * rows.size * itemsize
+    return sector_bytes(rows.size, itemsize, rows.kept / rows.size if rows.size else 0.0)
+
+
+def sector_bytes(size: int, itemsize: int, density: float) -> float:
+    """Of the sectors that hold an entry, of those that are taken at random."""
+    return (1 - (1 - density) ** (SECTOR // itemsize)) * size * itemsize
 
 
 def _moved_pack(call: Call) -> float:
@@ -231,12 +234,17 @@ def _moved_mask(call: Call) -> float:
 
 
 def _moved_moment(call: Call) -> float:
-    """All of g for its squares, of h what is kept, two masks; the payload and the rows' sums are written."""
+    """All of g for its squares, of h what is kept and was not last time; the payload and the rows' sums are written.
+
+    `_of_moment` draws the two masks independently of each other.
+    """
     h, g, *_ = call.arrays
     rows, squares = rows_of(call, h.size), call.static.get("squares", True)
     payload = rows.kept * jnp.dtype(call.static.get("dtype", "float32")).itemsize
     read = _size(g) if squares else kept_bytes(rows, g.dtype.itemsize)
-    return read + kept_bytes(rows, 4) + 2 * mask_bytes(rows) + payload + 4 * rows.count * squares
+    density = rows.kept / rows.size if rows.size else 0.0
+    residual = sector_bytes(h.size, 4, density * (1 - density))
+    return read + residual + 2 * mask_bytes(rows) + payload + 4 * rows.count * squares
 
 
 def _moved_select_moment(call: Call) -> float:

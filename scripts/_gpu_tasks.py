@@ -30,7 +30,8 @@ def describe_device() -> Row:
         "platform": device.platform,
         "device": device.device_kind,
         "compute_capability": str(getattr(device, "compute_capability", "")),
-        "memory_gib": round(stats.get("bytes_limit", 0) / 2**30, 1),
+        # JAX's own share of the device's memory, by default three quarters.
+        "jax_memory_limit_gib": round(stats.get("bytes_limit", 0) / 2**30, 1),
         "devices": jax.device_count(),
     }
 

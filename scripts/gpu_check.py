@@ -7,15 +7,20 @@
 Needs a CUDA GPU, JAX with optax, and this folder; nothing need be installed from it. Triton and jax-triton add the Triton
 kernels. Every kernel is compared with its plain-JAX reference on the same device, bit for bit where the operation is exact;
 its bandwidth with a copy's; a SCAPE update of 513.6 M parameters with optax.adamw's, both jitted and with donated arguments.
-Goals: each pass reaches 80 % of the copy's bandwidth, and the update takes no longer than adamw's.
+Goals: each pass by Pallas reaches 80 % of the copy's bandwidth, and the update takes no longer than adamw's.
 
 `--quick` runs all of it on a CPU in a minute or two: small shapes, kernels by their interpreters. Its times mean nothing.
 
 Work is done in a process of its own: after a kernel that ends or blocks it, a new one goes on with the next operation. The
-JSON is written after each of them. Exits with 1 where a kernel was wrong or failed, with 2 where there is no GPU.
+JSON is written after each of them. Exits with
+  0    where everything that ran was right, also where the time was over before the rest (those rows say "not run") or
+       Triton is not installed ("not here"); whether goals are met changes nothing,
+  1    where a kernel was wrong, a check, an update or a bandwidth failed, nothing was checked at all, or the JSON could
+       not be written in the end,
+  2    where there is no GPU, or an argument is wrong: nothing was run,
+  130  after Ctrl-C: what was finished until then is told and written.
 """
 
-import argparse
 import dataclasses
 import datetime
 import importlib.metadata
@@ -24,71 +29,28 @@ import math
 import multiprocessing
 import os
 import platform
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from scripts import _gpu_tasks  # noqa: E402
+from scripts import _gpu_report, _gpu_tasks  # noqa: E402
 from scripts._gpu_calls import OPS  # noqa: E402
-from scripts._gpu_report import bandwidth_text, checks_text, goals, goals_text, update_text  # noqa: E402
 from scripts._gpu_run import Limits, Row  # noqa: E402
+from scripts._gpu_settings import Settings, parse  # noqa: E402
 
-PARAMETERS = 513_600_000
-QUICK_PARAMETERS = 400_000
+INTERRUPTED = 130
 # Part of the time after which a kind of task gets no more of it; what one leaves is the next one's.
 SHARES = {"device": 0.2, "check": 0.4, "update": 0.7, "bandwidth": 1.0}
 # A task that is silent for so long hangs; compiling is what takes longest.
 SILENT_SECS, QUICK_SILENT_SECS = 90.0, 300.0
 # How long the last task may go on after its time before its process is ended.
 GRACE_SECS = 15.0
-
-
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    seconds: float = 330.0
-    parameters: int = PARAMETERS
-    repeats: int = 15
-    quick: bool = False
-    out: Path = Path("gpu_check.json")
-    ops: tuple[str, ...] = tuple(OPS)
-
-    def __post_init__(self) -> None:
-        unknown = [name for name in self.ops if name not in OPS]
-        if unknown or self.seconds <= 0 or self.repeats < 1 or self.parameters < 1:
-            raise SystemExit(
-                f"ops must be among {', '.join(OPS)}, seconds above 0, parameters and repeats at least 1; got "
-                f"{unknown or 'known operations'}, {self.seconds:g}, {self.parameters}, {self.repeats}."
-            )
-
-
-def parse(arguments: Sequence[str] | None) -> Settings:
-    default = Settings()
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    add = parser.add_argument
-    add(
-        "--seconds", type=float, default=default.seconds, help="after which repeats are dropped (%(default)g)"
-    )
-    add("--parameters", type=lambda x: int(float(x)), help=f"of the timed updates, at most ({PARAMETERS})")
-    add("--repeats", type=int, help=f"timed runs of each ({default.repeats}; quick: 2)")
-    add("--quick", action="store_true", help="on CPU: small shapes, interpreted kernels")
-    add("--out", type=Path, default=default.out, help="where the figures go as JSON (%(default)s)")
-    add("--ops", nargs="+", default=default.ops, metavar="OP", help=f"only these: {', '.join(OPS)}")
-    given = parser.parse_args(arguments)
-    return Settings(
-        given.seconds,
-        given.parameters or (QUICK_PARAMETERS if given.quick else PARAMETERS),
-        given.repeats or (2 if given.quick else default.repeats),
-        given.quick,
-        given.out,
-        tuple(given.ops),
-    )
 
 
 def tasks_of(settings: Settings) -> list[tuple[str, Limits]]:
@@ -119,7 +81,12 @@ def in_another_process(
     while tasks:
         here, there = context.Pipe(duplex=False)
         process = context.Process(target=_gpu_tasks.work, args=(tasks, there), daemon=True)
-        process.start()
+        # Ctrl-C reaches both; inherited, it is ignored there from the first import on.
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            process.start()
+        finally:
+            signal.signal(signal.SIGINT, before)
         there.close()
         try:
             while tasks:
@@ -208,14 +175,23 @@ def main(settings: Settings, run: Callable[..., None] = in_another_process) -> t
         "bandwidth": [],
         "goals": [],
         "errors": [],
+        "interrupted": False,
     }
-    texts = {"check": checks_text, "update": update_text, "bandwidth": bandwidth_text}
+    texts = {
+        "check": _gpu_report.checks_text,
+        "update": _gpu_report.update_text,
+        "bandwidth": _gpu_report.bandwidth_text,
+    }
 
-    def write() -> None:
+    def write() -> OSError | None:
         result["secs"] = round(time.time() - began, 1)
-        result["goals"] = goals(result)
-        settings.out.parent.mkdir(parents=True, exist_ok=True)
-        settings.out.write_text(json.dumps(result, indent=2) + "\n")
+        result["goals"] = _gpu_report.goals(result)
+        try:
+            settings.out.parent.mkdir(parents=True, exist_ok=True)
+            settings.out.write_text(json.dumps(result, indent=2) + "\n")
+        except OSError as error:  # a later one may succeed, and the tables are printed all the same
+            return error
+        return None
 
     def took(task: str, row: Row | None) -> bool:
         kind = task.split()[0]
@@ -238,7 +214,13 @@ def main(settings: Settings, run: Callable[..., None] = in_another_process) -> t
         return True
 
     until = math.inf if settings.quick else began + settings.seconds
-    run(tasks_of(settings), took, QUICK_SILENT_SECS if settings.quick else SILENT_SECS, until)
+    try:
+        run(tasks_of(settings), took, QUICK_SILENT_SECS if settings.quick else SILENT_SECS, until)
+    except KeyboardInterrupt:
+        result["interrupted"] = True
+        print(f"Interrupted after {time.time() - began:.0f} s.", file=sys.stderr)
+        if result["device"] is None:  # nothing was begun
+            return INTERRUPTED, result
     device = result["device"] or {"status": "error", "detail": "no answer"}
     if not settings.quick and device.get("platform") != "gpu":
         found = device.get("detail") or f"JAX runs on {device.get('platform')} ({device.get('device')})"
@@ -248,7 +230,7 @@ def main(settings: Settings, run: Callable[..., None] = in_another_process) -> t
             file=sys.stderr,
         )
         return 2, result
-    write()
+    unwritten = write()
     print(
         f"{device.get('device')}, driver {result['driver']}, JAX {result['versions']['jax']}, commit {result['commit']}"
     )
@@ -256,18 +238,28 @@ def main(settings: Settings, run: Callable[..., None] = in_another_process) -> t
         print(text(result[{"check": "checks"}.get(kind, kind)]))
     for error in result["errors"]:
         print(f"{error['task']}: {error['detail']}")
-    print(goals_text(result["goals"]))
+    print(_gpu_report.goals_text(result["goals"]))
     if settings.quick:
         print("Quick: kernels were interpreted on a CPU. None of these times and goals mean anything.")
-    print(f"{settings.out} written after {result['secs']:.0f} s")
-    failed = bool(result["errors"]) or any(row["status"] in ("wrong", "error") for row in result["checks"])
-    return int(failed), result
+    if not _gpu_report.anything_checked(result):
+        print("No kernel was checked.")
+    if unwritten is None:
+        print(f"{settings.out} written after {result['secs']:.0f} s")
+    else:
+        print(f"{settings.out} could not be written: {unwritten}", file=sys.stderr)
+    if result["interrupted"]:
+        return INTERRUPTED, result
+    return int(_gpu_report.failed(result) or unwritten is not None), result
 
 
 if __name__ == "__main__":
-    given = parse(None)
+    given = parse(None, __doc__)
     # Of the process that is started; Triton decides at its import.
     os.environ["TRITON_INTERPRET"] = str(int(given.quick))
     if given.quick:
         os.environ["JAX_PLATFORMS"] = "cpu"
-    sys.exit(main(given)[0])
+    try:
+        sys.exit(main(given)[0])
+    except KeyboardInterrupt:  # before the first task, or once more while the tables are printed
+        print("Interrupted.", file=sys.stderr)
+        sys.exit(INTERRUPTED)
