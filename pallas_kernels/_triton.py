@@ -27,7 +27,7 @@ _OPTIONS = {
     # Triton writes the version of the ptxas that it brings along, which an older ptxas, such as CUDA 13.0's, refuses. It
     # uses nothing that is newer than this one.
     "ptx_version": 90,
-    # Every operation rounds as it is written and denormals count, as in the Pallas kernels.
+    # No product is fused with a sum and denormals count, as in the Pallas kernels; quotients and roots are approximate in both.
     "enable_fp_fusion": False,
     "enable_reflect_ftz": False,
 }
