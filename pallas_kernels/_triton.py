@@ -27,7 +27,8 @@ _OPTIONS = {
     # Triton writes the version of the ptxas that it brings along, which an older ptxas, such as CUDA 13.0's, refuses. It
     # uses nothing that is newer than this one.
     "ptx_version": 90,
-    # No product is fused with a sum and denormals count, as in the Pallas kernels; quotients and roots are approximate in both.
+    # No product is fused with a sum and denormals count, as in the Pallas kernels; in both quotients and roots are
+    # approximate.
     "enable_fp_fusion": False,
     "enable_reflect_ftz": False,
 }
