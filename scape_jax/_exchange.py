@@ -85,6 +85,11 @@ def any_nonfinite(leaves: list[jax.Array]) -> jax.Array:
     One read of each leaf: a sum of squares is the fastest reduction that NaN and infinity cannot pass unseen.
     """
     total = sum((jnp.sum(jnp.square(x.astype(jnp.float32))) for x in leaves), jnp.zeros((), jnp.float32))
+    return flag_of_squares(total)
+
+
+def flag_of_squares(total: jax.Array) -> jax.Array:
+    """float32 (): 1 if a sum of squares is not finite, else 0."""
     return jnp.where(jnp.isfinite(total), 0.0, 1.0).astype(jnp.float32)
 
 

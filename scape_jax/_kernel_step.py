@@ -194,7 +194,7 @@ class KernelStep(ScapeStep):
             nonfinite = jnp.zeros((), jnp.float32)
             if check:
                 total = sum([jnp.sum(x) for x in (*squares_of, *map(jnp.square, dense))], nonfinite)
-                nonfinite = jnp.where(jnp.isfinite(total), 0.0, 1.0).astype(jnp.float32)
+                nonfinite = ex.flag_of_squares(total)
         return payload, nonfinite
 
     @property

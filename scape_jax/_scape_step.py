@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.apply_pass import MAX_AGE
 from pallas_kernels.bits import bit_at, ones_mask, pack, unpack
 from pallas_kernels.compact import (
     in_turn,
@@ -28,8 +29,6 @@ from scape_jax._kept import Kept, flat_positions, kept_in_turn, located
 from scape_jax._layout import LeafLayout, density_levels, level_of
 from scape_jax._options import ScapeOptions
 from scape_jax._worker_types import equal_on_workers
-
-MAX_AGE = 255
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,11 +13,12 @@ import numpy as np
 from pallas_kernels import _dispatch, _triton
 from pallas_kernels._rows import BLOCK, Rows, check_entries, check_words, no_kernel
 from pallas_kernels.apply_pass import pallas, reference
-from pallas_kernels.apply_pass.reference import Scalars
+from pallas_kernels.apply_pass.reference import MAX_AGE, Scalars
 from pallas_kernels.apply_pass.rule import BIAS_CORRECTIONS, Coefficients, adams, coefficients
 
 __all__ = [
     "BIAS_CORRECTIONS",
+    "MAX_AGE",
     "Applied",
     "Coefficients",
     "Scalars",
@@ -137,7 +138,7 @@ def apply_pass(
     arrays = [reference.pack_scalars(scalars), *(x.reshape(-1) for x in (theta, h, g)), last, words, total]
     if age is not None:
         check_entries("age", age, rows, ("uint8",))
-        tau = np.arange(1, reference.MAX_AGE + 2, dtype=np.float32)
+        tau = np.arange(1, MAX_AGE + 2, dtype=np.float32)
         arrays += [age.reshape(-1), jnp.asarray(tau**staleness_power, jnp.float32)]
     settings = reference.Settings(bias_correction, clip_all, finite, update_dtype is not None)
     dtype = jnp.dtype(theta.dtype if update_dtype is None else update_dtype)

@@ -4,8 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels._arg_specs import LEAVES, Call, Leaf
-
-NUM_SCALARS = 12
+from pallas_kernels.apply_pass.reference import NUM_SCALARS
 
 
 def _call(leaf: Leaf, age: bool = False, **options: object) -> Call:

@@ -11,13 +11,12 @@ from jax.experimental.pallas import triton as plt
 
 from pallas_kernels import _pallas
 from pallas_kernels._rows import Rows
-from pallas_kernels.apply_pass.reference import Settings, new_entries, older, scalars_of
+from pallas_kernels.apply_pass.reference import NUM_SCALARS, Settings, new_entries, older, scalars_of
 
 ENTRIES_A_THREAD = 8
 # Entries of a program. Whole rows would leave room for one program on a multiprocessor, which then loads, computes and
 # stores in turn.
 PART = 1024
-NUM_SCALARS = 12
 
 
 def update(

@@ -14,6 +14,7 @@ from pallas_kernels.compact import reference as compact
 from pallas_kernels.moment_pass.reference import semi_updated
 
 MAX_AGE = 255
+NUM_SCALARS = 12
 
 
 class Scalars(NamedTuple):
