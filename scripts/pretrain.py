@@ -12,9 +12,11 @@ setting can be set by its dotted name on top; --config demo --help lists them. R
 runs/: config.json, metrics.jsonl, tensorboard/, checkpoints/, summary.json, report.html. --resume [FOLDER]
 goes on with a run (without FOLDER: the newest) from its newest checkpoint and takes its settings from there.
 
-Several processes train as one where the same command is started once for each of them, with the environment variables
-JAX_COORDINATOR_ADDRESS (host:port of process 0), JAX_NUM_PROCESSES and JAX_PROCESS_ID, or by srun, in a working folder that
-all see. Each brings an equal share of the workers; process 0 alone prints and writes.
+Several processes train as one where the same command is started once for each of them in a working folder that all see:
+by srun, mpirun or a local launcher, with the environment variables JAX_COORDINATOR_ADDRESS (host:port of process 0),
+JAX_NUM_PROCESSES and JAX_PROCESS_ID, or with --coordinator HOST:PORT --processes N --process I. Each brings an equal share
+of the workers; process 0 alone prints and writes. All of them name a process that does not come within --start-timeout SECS
+(300), or that differs in settings, code or versions.
 
 Ctrl-C or SIGTERM ends after the current step or round with a checkpoint (of several processes, to any of them: all at the
 next logged line); again: at once.
@@ -25,7 +27,6 @@ Ctrl-C; 143 after SIGTERM.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import sys
@@ -51,7 +52,8 @@ from rich.table import Table
 
 from training import config as settings
 from training import runs
-from training._processes import from_first, is_first, join, require_same
+from training._processes import from_first, is_first, require_same
+from training.distributed import join, require_same_devices, take_flags
 from training.mesh import prepare_devices
 from training.presets import PRESETS
 from training.report import REPORT_FILE, summary_rows
@@ -104,11 +106,16 @@ def show_summary(outcome: Outcome, console: Console) -> None:
 def main(arguments: list[str] | None = None) -> int:
     """Returns the exit code."""
     try:
-        config, resumed = parse(sys.argv[1:] if arguments is None else arguments)
-        processes, mesh = join(), config.mesh
+        flags, start_secs, rest = take_flags(sys.argv[1:] if arguments is None else arguments)
+        config, resumed = parse(rest)
+        mesh = config.mesh
+        processes = join(flags=flags, settings=settings.dotted(config), timeout_secs=start_secs)
         prepare_devices(mesh.data, mesh.platform, islands=mesh.worker, processes=processes)
-        require_same("the settings", json.dumps(settings.dotted(config)))
+        require_same_devices()
         setup = build(config)
+        require_same(
+            "the token files", f"{setup.data.train.header.checksum} {setup.data.validation.header.checksum}"
+        )
         folder = resumed or Path(from_first(lambda: str(runs.new_folder(config))))
         outcome = train(setup, folder, resume=resumed is not None)
     except (ValueError, OSError) as error:

@@ -1,6 +1,6 @@
 """scripts/pretrain.py as it is, but that the steps of process 1 take NAP_SECS longer.
 
-Usage: python -m tests.training.pretrain_process ARGUMENTS, with the variables of training._processes.join.
+Usage: python -m tests.training.pretrain_process ARGUMENTS, with the variables of training.distributed.join.
 """
 
 import runpy

@@ -14,9 +14,9 @@ import pytest
 from tests.training.rounds_process import BOUNDS, PROCESSES, STEPS, settings_of
 from tests.training.runs_for_tests import ROOT, environment, options
 from training import metrics
-from training._processes import join
 from training.config import update
 from training.data import make_loader
+from training.distributed import join
 from training.mesh import prepare_devices
 from training.token_file import open_tokens, write_tokens
 
