@@ -11,7 +11,9 @@ behind. Where links cannot be shaped (no Linux, no iproute2, no permission) it s
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
+import signal
 import sys
 import threading
 
@@ -52,15 +54,18 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
     running: list[Cluster] = []
-    passing = threading.Lock()
+    starting = threading.Lock()
 
     def pass_on(number: int) -> None:
-        with passing:
+        with starting:
             for cluster in running:
                 cluster.signal(number)
-            running.clear()
 
-    with StopSignals(pass_on) as stop:
+    def end_now() -> None:
+        for cluster in running:
+            cluster.close()
+
+    with StopSignals(pass_on, end_now) as stop:
         try:
             if not command:
                 raise ValueError(
@@ -75,17 +80,20 @@ def main(arguments: list[str] | None = None) -> int:
                 latency=options.latency,
                 loopback=options.loopback,
             )
+            with cluster:
+                print(cluster.note, file=sys.stderr, flush=True)
+                with starting:
+                    if stop.received is not None:
+                        return stop.exit_code
+                    cluster.start(command, takes_input=False)
+                    running.append(cluster)
+                return cluster.wait()
         except ValueError as error:
             print(f"error: {error}", file=sys.stderr)
             return 2
-        with cluster:
-            print(cluster.note, file=sys.stderr, flush=True)
-            with passing:
-                if stop.received is not None:
-                    return stop.exit_code
-                cluster.start(command, takes_input=False)
-                running.append(cluster)
-            return cluster.wait()
+        except BrokenPipeError:  # piped into head
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it at exit
+            return 128 + signal.SIGPIPE
 
 
 if __name__ == "__main__":

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import codecs
+import os
+import sys
 import time
 
 _LONGEST_CHARACTERS = 1 << 20
 _REDRAW_SECS = 1.0
+_COLOURS = (36, 33, 32, 35, 34, 31)  # of ANSI terminals
 
 
 class Lines:
@@ -50,3 +53,13 @@ class Lines:
 
 def _as_left(line: str) -> str:
     return line.rstrip("\r").rpartition("\r")[2]
+
+
+def print_line(worker: int, stream: int, text: str) -> None:
+    """Prints a worker's line to output (1) or errors (2) with its number before it, in colour on a terminal."""
+    out = sys.stdout if stream == 1 else sys.stderr
+    prefix = f"[{worker}] "
+    if sys.stdout.isatty() and not os.environ.get("NO_COLOR"):
+        prefix = f"\x1b[{_COLOURS[worker % len(_COLOURS)]}m{prefix}\x1b[0m"
+    encoding = out.encoding or "utf-8"
+    print(prefix + text.encode(encoding, "replace").decode(encoding), file=out, flush=True)

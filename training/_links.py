@@ -12,6 +12,7 @@ import os
 import shutil
 import socket
 import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 
 MOST_WORKERS = 250  # addresses 10.77.0.1 to 10.77.0.250
@@ -19,7 +20,7 @@ MTU_BYTES = 9000
 # Two frames, so that one may pass at any rate; and what 1 ms sends, so that large TCP segments stay whole on fast links.
 _LEAST_BURST_BYTES = 2 * MTU_BYTES
 _BURST_SECS = 1e-3
-# A worker may receive from several at once: what they send waits in its queue and is not dropped.
+# A worker may receive from several at once, and what they send waits here; when it is full, TCP slows down.
 _LEAST_QUEUE_BYTES = 4_000_000
 _QUEUE_SECS = 0.05
 _QUEUE_PACKETS = 100_000  # of netem, which counts packets
@@ -38,6 +39,24 @@ class NoNetemError(Exception):
 def find_tool(name: str) -> str | None:
     """Path of a program; ordinary users often lack the folders of iproute2 in PATH."""
     return shutil.which(name) or shutil.which(name, path="/usr/sbin:/sbin")
+
+
+def why_no_namespaces() -> str:
+    """What this machine obviously lacks; "" where it is worth a try."""
+    if sys.platform != "linux":
+        return "network namespaces are Linux's"
+    missing = [name for name in ("unshare", "ip", "tc") if find_tool(name) is None]
+    if not missing:
+        return ""
+    return f"there is no program {' and no '.join(missing)} (packages util-linux and iproute2)"
+
+
+def namespace_commands() -> list[list[str]]:
+    """How to start a process as the first of its own namespaces: as root, or as root of a user namespace only."""
+    kinds = ["--net", "--mount", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc"]
+    unshare = find_tool("unshare") or "unshare"
+    own_user = [unshare, "--user", "--map-root-user", *kinds]
+    return [[unshare, *kinds], own_user] if os.geteuid() == 0 else [own_user]
 
 
 def address(worker: int) -> str:

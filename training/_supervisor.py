@@ -150,7 +150,7 @@ class Supervisor:
 
     def _do_send(self, text: str, worker: int | None) -> None:
         for each in self._workers.values():
-            if worker in (None, each.number) and each.process.stdin is not None:
+            if worker in (None, each.number) and each.code is None and each.process.stdin is not None:
                 each.unsent += text.encode(errors="surrogateescape") + b"\n"
                 self._write(each)
 

@@ -11,59 +11,21 @@ last process in them, and all processes end with the one that made the Cluster. 
 
 from __future__ import annotations
 
-import json
-import math
 import os
-import queue
-import re
-import select
 import signal
 import socket
-import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from training._links import MOST_WORKERS, address, find_tool
+from training._bandwidth import in_words, parse_bandwidth, parse_latency
+from training._channel import Channel
+from training._lines import print_line
+from training._links import MOST_WORKERS, address
 
-_BIT_PER_SEC = {"": 1, "bit": 1, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
-_SECS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
-_ANSWER_SECS = 120.0
-_WAITING_LINES = 10_000
-_COLOURS = (36, 33, 32, 35, 34, 31)
-
-
-def parse_bandwidth(text: str | float) -> float:
-    """Bit/s of a number or of tc's spelling of one.
-
-    Example:
-      >>> parse_bandwidth("100mbit"), parse_bandwidth("2.5gbit"), parse_bandwidth(1e6)
-      (100000000.0, 2500000000.0, 1000000.0)
-
-    Raises:
-      ValueError: it is no such text, or not in 1 kbit .. 1 tbit.
-    """
-    bandwidth = _number(str(text), _BIT_PER_SEC)
-    if not 1e3 <= bandwidth <= 1e12:
-        raise ValueError(
-            "a bandwidth must be a number of bit/s, alone or with kbit, mbit, gbit or tbit, from 1kbit to 1tbit, got "
-            f'{text!r}. Write for example "100mbit".'
-        )
-    return bandwidth
-
-
-def parse_latency(text: str | float) -> float:
-    """Seconds of a number of seconds or a text with us, ms or s; ValueError for others and outside 0 .. 10 s."""
-    latency_secs = float(text) if isinstance(text, int | float) else _number(text, _SECS)
-    if not 0 <= latency_secs <= 10:
-        raise ValueError(
-            f'a latency must be a number with us, ms or s, from 0 to 10s, got {text!r}. Write for example "5ms".'
-        )
-    return latency_secs
+__all__ = ["Cluster", "parse_bandwidth"]
 
 
 class Cluster:
@@ -106,27 +68,16 @@ class Cluster:
         self.failure = ""
         self._starts = 0
         self._running = False
-        self._asking = threading.Lock()
-        self._answers: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-        self._events: queue.Queue[dict[str, Any]] = queue.Queue(_WAITING_LINES)
         self._ended = threading.Condition()
         self._code: int | None = None
         self._problem: BaseException | None = None
         self._on_line: Callable[[int, str], None] | None = None
-        problem = "loopback was asked for" if loopback else _why_no_namespaces()
-        if not problem:
-            for prefix in _namespace_commands():
-                problem = self._launch(prefix)
-                if not problem:
-                    break
-        self.shaped = not problem
-        if problem:
-            if no_process := self._launch([]):
-                raise RuntimeError(f"the supervisor of the workers did not start: {no_process}")
-        self.note = self._describe(problem)
-        self._reader = threading.Thread(target=self._read, daemon=True, name="cluster-reader")
+        self._channel = Channel(
+            {"workers": workers, "rates": self.bandwidths, "latency_secs": self.latency_secs}, loopback
+        )
+        self.shaped = not self._channel.problem
+        self.note = self._describe(self._channel.problem)
         self._teller = threading.Thread(target=self._tell, daemon=True, name="cluster-lines")
-        self._reader.start()
         self._teller.start()
 
     def start(
@@ -165,7 +116,7 @@ class Cluster:
         self._starts += 1
         self._code, self.failure, self._on_line, self._running = None, "", on_line, True
         try:
-            self._ask(
+            self._channel.ask(
                 do="start",
                 command=list(command),
                 folder=os.getcwd(),
@@ -173,27 +124,29 @@ class Cluster:
                 takes_input=takes_input,
                 grace_secs=grace_secs,
             )
-        except ValueError as error:
+        except (ValueError, RuntimeError) as error:
             self._running = False
+            if isinstance(error, RuntimeError):
+                raise
             raise ValueError(f"command must be a program that runs, got {command[0]!r}: {error}") from None
 
     def send(self, text: str, worker: int | None = None) -> None:
         """Writes a line to the input of one worker, or of all. A worker that has ended gets nothing."""
         self._check_workers([] if worker is None else [worker])
-        self._ask(do="send", text=text, worker=worker)
+        self._channel.ask(do="send", text=text, worker=worker)
 
     def set_bandwidth(self, bandwidth: str | float | None, worker: int | None = None) -> None:
         """Changes the link of one worker, or of all, in force on return; nothing happens without links."""
         self._check_workers([] if worker is None else [worker])
         rate = None if bandwidth is None else parse_bandwidth(bandwidth)
         rates = {each: rate for each in (range(self.workers) if worker is None else [worker])}
-        self._ask(do="rate", rates=rates)
+        self._channel.ask(do="rate", rates=rates)
         for each in rates:
             self.bandwidths[each] = rate
 
     def signal(self, number: int) -> None:
         """Sends a signal to every worker once, and to what it started. Leaving with 128 + `number` is then no failure."""
-        self._ask(do="signal", number=int(number))
+        self._channel.ask(do="signal", number=int(number))
 
     def wait(self, timeout_secs: float | None = None) -> int:
         """Exit code of the command, when all workers have left and all their lines are delivered.
@@ -206,6 +159,8 @@ class Cluster:
           RuntimeError: the supervisor is gone, so all workers are.
           Exception: what `on_line` raised; all workers are ended then.
         """
+        if not self._running and self._code is None and self._problem is None:
+            raise ValueError("a command must have been started before the wait for its end. Call start.")
         with self._ended:
             if not self._ended.wait_for(
                 lambda: self._problem is not None or self._code is not None, timeout_secs
@@ -220,17 +175,9 @@ class Cluster:
 
     def close(self) -> None:
         """Ends everything at once; may be called again. `signal` and `wait` before it for a softer end."""
-        _shut(self._control)
-        try:
-            self._supervisor.wait(10)  # its process 1 ends after all others there
-        except subprocess.TimeoutExpired:
-            self._supervisor.kill()
-            self._supervisor.wait()
-        self._reader.join(10)
+        self._channel.close()
         if threading.current_thread() is not self._teller:
             self._teller.join(10)
-        self._control.close()
-        self._errors.close()
 
     def __enter__(self) -> Cluster:
         return self
@@ -238,73 +185,18 @@ class Cluster:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    def _launch(self, prefix: Sequence[str]) -> str:
-        """Starts the supervisor by `prefix`; returns why it could not make its namespaces, "" if it could."""
-        ours, theirs = socket.socketpair()
-        # Ready to read when this process is gone, even if a forked copy of it holds the socket open.
-        parent = os.pidfd_open(os.getpid()) if hasattr(os, "pidfd_open") else None
-        setting = {
-            "control": theirs.fileno(),
-            "parent": parent,
-            "namespaces": bool(prefix),
-            "workers": self.workers,
-            "rates": self.bandwidths,
-            "latency_secs": self.latency_secs,
-        }
-        self._errors = tempfile.TemporaryFile()
-        # -S: the standard library is enough, and starts sooner. -P: nothing is imported from the user's folder.
-        command = [*prefix, sys.executable, "-S", "-P", "-m", "training._supervisor", json.dumps(setting)]
-        self._supervisor = subprocess.Popen(
-            command,
-            env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=self._errors,
-            pass_fds=[fd for fd in (theirs.fileno(), parent) if fd is not None],
-            start_new_session=True,  # a terminal's Ctrl-C comes to the launcher alone, which passes it on
-        )
-        theirs.close()
-        if parent is not None:
-            os.close(parent)
-        self._control = ours
-        ready = select.select([ours], [], [], _ANSWER_SECS)[0]
-        line = ours.recv(4096) if ready else b""
-        answer = json.loads(line) if line else {"answer": "error", "text": self._said() or "no answer"}
-        if answer["answer"] == "done":
-            return ""
-        ours.close()
-        if not ready:
-            self._supervisor.kill()
-        self._supervisor.wait()
-        self._errors.close()
-        if answer["answer"] == "netem":
-            raise ValueError(
-                f"a latency needs the kernel's netem, which this machine lacks (tc says: {answer['text']}). Leave it out."
-            )
-        return answer["text"]
-
-    def _said(self) -> str:
-        """Last line that the supervisor, or `unshare`, wrote to its errors."""
-        self._supervisor.wait(10)
-        self._errors.seek(0)
-        return (self._errors.read().decode(errors="replace").strip().splitlines() or [""])[-1]
-
     def _describe(self, problem: str) -> str:
         if problem:
             asked = any(self.bandwidths) or self.latency_secs
-            return (
-                f"{self.workers} workers on plain loopback: links are not shaped"
-                f"{', the bandwidths and the latency asked for do not hold' if asked else ''}, since {problem}"
-            )
+            ignored = ", and what was asked for is ignored," if asked else ""
+            return f"{self.workers} workers on plain loopback: links are not shaped{ignored} since {problem}"
         rates = sorted(set(self.bandwidths), key=self.bandwidths.count, reverse=True)
         others = [
-            f"worker {i} {_in_words(rate)}" for i, rate in enumerate(self.bandwidths) if rate != rates[0]
+            f"worker {i} {in_words(rate)}" for i, rate in enumerate(self.bandwidths) if rate != rates[0]
         ]
         latency = f", {self.latency_secs * 1e3:g} ms one way" if self.latency_secs else ""
         exceptions = f" ({', '.join(others)})" if others else ""
-        return (
-            f"{self.workers} workers, each on a link of its own, {_in_words(rates[0])}{exceptions}{latency}"
-        )
+        return f"{self.workers} workers, each on a link of its own, {in_words(rates[0])}{exceptions}{latency}"
 
     def _check_workers(self, workers: Sequence[int] | Mapping[int, Any]) -> None:
         for worker in workers:
@@ -313,39 +205,13 @@ class Cluster:
                     f"a worker must be in 0..{self.workers - 1}, got {worker}. Count the workers from 0."
                 )
 
-    def _ask(self, **request: Any) -> None:
-        with self._asking:
-            try:
-                self._control.sendall(json.dumps(request).encode() + b"\n")
-                answer = self._answers.get(timeout=_ANSWER_SECS)
-            except (OSError, queue.Empty):
-                answer = {"answer": "gone"}
-        if answer["answer"] == "gone":
-            raise RuntimeError(
-                "the supervisor of the workers is gone, and all workers with it. Make a new Cluster."
-            )
-        if answer["answer"] == "error":
-            raise ValueError(answer["text"])
-
-    def _read(self) -> None:
-        """Sorts what the supervisor says: answers to whoever asked, the rest to the thread that tells it."""
-        try:
-            with self._control.makefile("rb") as lines:
-                for line in lines:
-                    message = json.loads(line)
-                    (self._answers if "answer" in message else self._events).put(message)
-        except (OSError, ValueError):  # closed, or dead in the middle of a line
-            pass
-        self._answers.put({"answer": "gone"})
-        self._events.put({"event": "gone"})
-
     def _tell(self) -> None:
         while True:
-            message = self._events.get()
+            message = self._channel.events.get()
             try:
                 match message["event"]:
                     case "line" if self._problem is None:
-                        self._tell_line(**message)
+                        self._tell_line(message["worker"], message["stream"], message["text"])
                     case "failed":
                         self.failure = _failure(message["worker"], message["status"])
                         if self._on_line is None:
@@ -353,26 +219,17 @@ class Cluster:
                     case "exit":
                         self._end(code=message["code"])
                     case "gone":
-                        self._end(
-                            problem=RuntimeError(
-                                "the supervisor of the workers is gone, and all workers with it."
-                            )
-                        )
+                        self._end(problem=RuntimeError(message["text"]))
                         return
             except BaseException as error:
                 self._end(problem=error)
-                _shut(self._control)
+                self._channel.shut()
 
-    def _tell_line(self, worker: int, stream: int, text: str, event: str) -> None:
-        if self._on_line is not None:
+    def _tell_line(self, worker: int, stream: int, text: str) -> None:
+        if self._on_line is None:
+            print_line(worker, stream, text)
+        else:
             self._on_line(worker, text)
-            return
-        out = sys.stdout if stream == 1 else sys.stderr
-        prefix = f"[{worker}] "
-        if sys.stdout.isatty() and not os.environ.get("NO_COLOR"):
-            prefix = f"\x1b[{_COLOURS[worker % len(_COLOURS)]}m{prefix}\x1b[0m"
-        encoding = out.encoding or "utf-8"
-        print(prefix + text.encode(encoding, "replace").decode(encoding), file=out, flush=True)
 
     def _end(self, code: int | None = None, problem: BaseException | None = None) -> None:
         with self._ended:
@@ -381,43 +238,10 @@ class Cluster:
             self._ended.notify_all()
 
 
-def _number(text: str, units: Mapping[str, float]) -> float:
-    """NaN where the text is no number with one of the units."""
-    found = re.fullmatch(r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*([a-z]*)\s*", text.lower())
-    try:
-        return float(found[1]) * units[found[2]] if found else math.nan
-    except (ValueError, KeyError):
-        return math.nan
-
-
-def _why_no_namespaces() -> str:
-    if sys.platform != "linux":
-        return "network namespaces are Linux's"
-    missing = [name for name in ("unshare", "ip", "tc") if find_tool(name) is None]
-    if not missing:
-        return ""
-    return f"there is no program {' and no '.join(missing)} (packages util-linux and iproute2)"
-
-
-def _namespace_commands() -> list[list[str]]:
-    """How to start a process as the first of its own namespaces: as root, or as root of a user namespace only."""
-    kinds = ["--net", "--mount", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc"]
-    unshare = find_tool("unshare") or "unshare"
-    own_user = [unshare, "--user", "--map-root-user", *kinds]
-    return [[unshare, *kinds], own_user] if os.geteuid() == 0 else [own_user]
-
-
 def _free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return s.getsockname()[1]
-
-
-def _shut(control: socket.socket) -> None:
-    try:
-        control.shutdown(socket.SHUT_RDWR)
-    except OSError:  # the other end is gone
-        pass
 
 
 def _failure(worker: int, status: int) -> str:
@@ -428,10 +252,3 @@ def _failure(worker: int, status: int) -> str:
     except ValueError:
         name = f"signal {-status}"
     return f"worker {worker} was ended by {name}"
-
-
-def _in_words(rate: float | None) -> str:
-    if rate is None:
-        return "not limited"
-    unit = next(unit for unit in ("tbit", "gbit", "mbit", "kbit") if rate >= _BIT_PER_SEC[unit])
-    return f"{rate / _BIT_PER_SEC[unit]:g} {unit[0].upper() if unit != 'kbit' else 'k'}bit/s"
