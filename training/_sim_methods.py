@@ -47,7 +47,8 @@ class Exchange:
     Attributes:
       sent_bytes: the closed form, of the busiest worker.
       reduced_bytes: put into the all-reduce of a step.
-      gathered_bytes: put into the all-gather that may run beside the compute.
+      gathered_bytes: put into the all-gather that may run beside the compute, of masks.
+      late_bytes: put into an all-gather after the all-reduce: what top-k kept.
       pool: the graphs of the rounds; None: a step.
       halves: an all-reduce as an all-to-all and an all-gather, as narrow payloads travel.
     """
@@ -55,6 +56,7 @@ class Exchange:
     sent_bytes: int
     reduced_bytes: int = 0
     gathered_bytes: int = 0
+    late_bytes: int = 0
     pool: gasloc_jax.Pool | None = None
     halves: bool = False
 
@@ -64,7 +66,8 @@ def exchange_of(method: Method, params: Any, workers: int) -> Exchange:
     optimizer = method.optimizer
     if not method.in_rounds:
         wire = optimizer.wire(params, num_workers=workers, step=None)
-        return Exchange(wire.total_bytes, wire.all_reduce_operand, wire.all_gather_operand)
+        gathers = (wire.all_gather_operand, 0) if wire.mask_bytes else (0, wire.all_gather_operand)
+        return Exchange(wire.total_bytes, wire.all_reduce_operand, *gathers)
     part = params
     if method.fragments > 1:
         fragments = Fragments(method.fragments)
@@ -77,8 +80,9 @@ def exchange_of(method: Method, params: Any, workers: int) -> Exchange:
     )
 
 
-def _scape(density: float, **options: Any) -> Callable[[], Any]:
-    return lambda: scape_jax.scape(1e-3, density, axis_name="data", **options)
+def scape_method(name: str, density: float, **options: Any) -> Method:
+    """SCAPE at a density; `options` are those of `scape_jax.scape`."""
+    return Method(name, lambda: scape_jax.scape(1e-3, density, axis_name="data", **options))
 
 
 def _gasloc(topology: Callable[[], gasloc_jax.Topology], payload_dtype: Any = None) -> Callable[[], Any]:
@@ -94,8 +98,8 @@ def _all() -> tuple[Method, ...]:
     ]
     for density in (0.1, 0.01):
         for codec in ("bitmap", "index"):
-            found.append(Method(f"scape_d{density:g}_{codec}", _scape(density, codec=codec)))
-        found.append(Method(f"scape_d{density:g}_bf16", _scape(density, payload_dtype=jnp.bfloat16)))
+            found.append(scape_method(f"scape_d{density:g}_{codec}", density, codec=codec))
+        found.append(scape_method(f"scape_d{density:g}_bf16", density, payload_dtype=jnp.bfloat16))
     found.append(Method("diloco", lambda: gasloc_jax.diloco(axis_name="worker")))
     for peers, topology in ((1, gasloc_jax.random_pairs), (2, gasloc_jax.random_ring)):
         for suffix, dtype in (("", None), ("_bf16", jnp.bfloat16), ("_int8", jnp.int8)):

@@ -109,6 +109,8 @@ def run_steps(links: Links, machine: Machine, exchange: Exchange, steps: int, *,
         ready = np.maximum(gathered, computed)
         clock.exposed(computed, ready)
         reduced = collectives.all_reduce(links, ready, exchange.reduced_bytes)
+        if exchange.late_bytes:
+            reduced = collectives.ring_all_gather(links, reduced, exchange.late_bytes)
         clock.exposed(ready, reduced)
         now = reduced + update
         clock.note("update", reduced, now)

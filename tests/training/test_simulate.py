@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import gasloc_jax
 import scape_jax
 from training import _sim_collectives as collectives
+from training import _sim_paper as paper
 from training import simulate as sim
 
 PARAMS = {
@@ -119,6 +120,15 @@ def test_bytes_of_a_round_are_those_of_the_closed_form(name, workers):
     assert sim.predict(name, PARAMS, workers, GIGA, STEP, local_steps=3).sent_bytes == wanted / 3
 
 
+def test_top_k_gathers_what_it_kept_after_the_backward_pass():
+    """Its gather holds values of this step, so that nothing hides it."""
+    method = sim.Method("topk", lambda: scape_jax.topk(1e-3, 0.01, axis_name="data"))
+    found = sim.predict(method, PARAMS, 4, GIGA, STEP)
+    wire = method.optimizer.wire(PARAMS, num_workers=4, step=None)
+    assert found.sent_bytes == wire.total_bytes
+    close(found.exposed_secs, wire.total_bytes / 1e9)
+
+
 @pytest.mark.parametrize("name", sim.METHODS)
 def test_one_worker_only_computes(name):
     found = sim.predict(name, PARAMS, 1, GIGA, STEP)
@@ -205,6 +215,26 @@ def test_a_thousand_workers_around_a_ring():
     found = sim.predict("adams", PARAMS, 1024, GIGA, STEP)
     total = scape_jax.wire_bytes(PARAMS, num_workers=1024, method="all_reduce").total_bytes
     assert found.exposed_secs == pytest.approx(total / 1e9, rel=1e-6)
+
+
+def test_the_papers_sparse_steps_follow_from_its_dense_ones():
+    """Order and size. Every prediction is too fast, since the cost of choosing entries is in no dense step: within 25 %."""
+    for name, secs in paper.DENSE_SECS.items():
+        assert paper.step_secs(name, paper.MANY, None) == pytest.approx(secs, rel=1e-6)
+    scaling = (
+        paper.step_secs("llama1p8b", paper.FEW, None) / paper.step_secs("llama1p8b", paper.MANY, None) / 16
+    )
+    assert scaling == pytest.approx(paper.DENSE_SCALING, rel=1e-6)
+    fit = paper.fit()
+    assert fit.compute_secs > 0 and fit.fixed_secs > 0 and fit.bits > 0
+
+    figures = paper.figures()
+    assert [f.published for f in figures] == [1.077, 0.908, 1.983, 1.473, 0.372, 0.478]
+    times, scaling = figures[:4], figures[4:]
+    assert all(-0.25 < f.error < 0 for f in times) and all(0 < f.error < 0.25 for f in scaling)
+    for dense, (tenth, hundredth) in ((1.754, times[:2]), (4.804, times[2:])):
+        assert hundredth.predicted < tenth.predicted < dense
+    assert paper.DENSE_SCALING < scaling[0].predicted < scaling[1].predicted
 
 
 rates = st.floats(1e3, 1e12)
