@@ -199,4 +199,4 @@ def _call(name: str, *arguments: int | bytes | None) -> None:
 
 
 def _mount(source: str, target: str, kind: str | None, flags: int) -> None:
-    _call("mount", source.encode(), target.encode(), kind and kind.encode(), flags, None)
+    _call("mount", source.encode(), target.encode(), None if kind is None else kind.encode(), flags, None)
