@@ -169,11 +169,15 @@ def test_what_a_worker_leaves_behind_ends_with_it(run, loopback, marker):
     assert_gone(marker)
 
 
-def test_a_daemon_ends_with_the_namespace(run, why_not):
+def test_a_daemon_ends_with_the_command(why_not, marker):
+    """It left the worker's process group; the namespace holds it, and the next command finds it gone."""
     if why_not:
         pytest.skip(why_not)
     code = "import subprocess\nsubprocess.Popen(['sleep', '1000'], start_new_session=True)"
-    assert run(code, False)[0] == 0
+    with Cluster(1) as cluster:
+        cluster.start([sys.executable, "-c", code], environment={marker: "1"})
+        assert cluster.wait(30) == 0
+        assert_gone(marker)
 
 
 def test_input_reaches_one_or_all_and_commands_follow_each_other(marker, loopback):
