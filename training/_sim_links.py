@@ -14,9 +14,12 @@ from typing import Any, Literal
 
 import numpy as np
 
-TCP_SHARE = 1448 / 1514  # of a full Ethernet frame, what TCP with time stamps leaves for its data
-
 PerWorker = float | tuple[float, ...]
+
+
+def tcp_share(mtu_bytes: int = 1500) -> float:
+    """Part of a full Ethernet frame that is data of TCP: frames add 14 bytes, headers with time stamps take 52."""
+    return (mtu_bytes - 52) / (mtu_bytes + 14)
 
 
 def _of_workers(name: str, value: PerWorker, workers: int) -> np.ndarray:
@@ -52,7 +55,7 @@ class Network:
       duplex: False: two workers that send to each other in the same phase do so one after the other, the one with the lower
         number first. gloo's exchange of a pair over its one socket was measured to be so mostly: 8 MB over 100 Mbit/s took
         1.27 s, and 0.64 s in the good case.
-      payload_fraction: part of the bits that is payload; `TCP_SHARE` for TCP over Ethernet.
+      payload_fraction: part of the bits that is payload; `tcp_share()` for TCP over Ethernet.
       algorithm: how an all-reduce goes: around a ring, or up and down a tree.
 
     Raises:

@@ -19,14 +19,14 @@ from typing import Any
 
 import numpy as np
 
-from training._sim_links import TCP_SHARE, Links, Machine, Network
+from training._links import MTU_BYTES
+from training._sim_links import Links, Machine, Network, tcp_share
 from training._sim_methods import METHODS, Exchange, Method, exchange_of, method_of
 from training._sim_run import Run, Segment, run_rounds, run_steps
 
 __all__ = [
     "METHODS",
     "SOCKETS",
-    "TCP_SHARE",
     "Comparison",
     "Exchange",
     "Links",
@@ -40,6 +40,7 @@ __all__ = [
     "exchange_of",
     "predict",
     "simulate",
+    "tcp_share",
 ]
 
 _STEPS, _ROUNDS = 3, 16  # simulated; the first tells how long the start takes, the others the long run
@@ -183,7 +184,7 @@ def predict(
     compute, update = (float(x.mean()) / steps_taken for x in (run.compute_secs, run.update_secs))
     secs = run.secs / steps
     exposed = secs - compute - update
-    if exposed < 1e-12 * secs:  # what rounding leaves of nothing
+    if abs(exposed) < 1e-12 * secs:  # what rounding leaves of nothing
         exposed = 0.0
     sent = exchange.sent_bytes / steps
     return Prediction(method.name, workers, steps, compute, exposed, update, sent, run.idle_share)
@@ -205,7 +206,7 @@ class Comparison:
 
 
 _CELL = ("method", "bandwidth", "step_secs", "compute_secs", "update_secs", "bytes_per_step")
-SOCKETS = Network(upload_bits=1.0, payload_fraction=TCP_SHARE, duplex=False)
+SOCKETS = Network(upload_bits=1.0, payload_fraction=tcp_share(MTU_BYTES), duplex=False)
 WITHOUT_OVERLAP = Machine(overlap=False)
 
 
@@ -225,7 +226,7 @@ def compare(
         inner step: its bytes tell.
       params: parameters of the measured model or their ShapeDtypeStructs.
       workers: W.
-      network: all but the bandwidth. `SOCKETS`: gloo over TCP.
+      network: all but the bandwidth. `SOCKETS`: gloo over the links of scripts/launch_local.py.
       machine: costs of messages, and whether masks are gathered beside the compute; its other numbers are the cell's.
 
     Raises:
