@@ -7,52 +7,46 @@
 Nothing is trained and no parameter allocated: bytes are the libraries' closed forms, times come from training/simulate.py.
 What a worker computes is measured (--tokens-per-sec, --step-secs) or estimated from a device's data sheet. Settings of
 pretrain.py may follow, such as --data.global_batch 512. --curve writes scaling.md, scaling.json and scaling.png; --paper
-adds the published step times of SCAPE beside what is predicted for them from the dense ones.
+adds the published step times of SCAPE beside what is predicted for them from the dense ones. --measured comm.json holds
+predictions against the cells that bench_comm.py measured.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import datetime
 import json
 import pathlib
-import platform
 import shlex
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
-import jax
 import tyro
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 import models
+from scripts.bench_round import model
 from training import _sim_paper as paper
 from training import _sim_plan as planning
+from training import _sim_report as report
 from training import config as settings
 from training._bandwidth import parse_latency
 from training._sim_hardware import UTILISATION, device_of
-from training._sim_picture import scaling_figure
 from training.launch import parse_bandwidth
 from training.presets import PRESETS
-from training.progress import amount, quantity
-from training.simulate import Network, Prediction
-
-COLUMNS = ("method", "step ms", "compute ms", "exposed ms", "update ms", "to dense", "sent")
-PAPER = "SCAPE's published step times (arXiv 2607.01678), the sparse ones predicted from the dense ones alone"
-PAPER_COLUMNS = ("figure", "published", "predicted", "error")
+from training.progress import quantity
+from training.simulate import Network, compare
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
     """What the run will run on."""
 
-    workers: int
+    workers: int | None = None
     """Workers, one device each."""
-    bandwidth: str
+    bandwidth: str | None = None
     """Of each worker's link, as for tc: 100mbit, 400gbit."""
     latency: str = "5us"
     """Of a message, such as 5us or 20ms."""
@@ -74,12 +68,18 @@ class Settings:
     """Also the paper's step times beside predictions."""
     curve_workers: tuple[int, ...] = (4, 8, 16, 32, 64, 128, 256, 512, 1024)
     """For --curve."""
+    measured: pathlib.Path | None = None
+    """A comm.json of bench_comm.py: instead of a plan, how far predictions are from its cells."""
     out: pathlib.Path = pathlib.Path("runs/plan")
     """Folder for what --curve writes."""
 
 
 def make_plan(config: settings.Config, given: Settings) -> tuple[planning.Plan, str]:
     """The plan, and what is assumed of compute and links, in words."""
+    if given.workers is None or given.bandwidth is None:
+        raise ValueError(
+            "--workers and --bandwidth must be given, for example --workers 64 --bandwidth 400gbit."
+        )
     if given.workers < 1:
         raise ValueError(f"--workers must be at least 1, got {given.workers}. One worker sends nothing.")
     measured = [name for name in ("tokens_per_sec", "step_secs") if getattr(given, name) is not None]
@@ -128,38 +128,15 @@ def make_plan(config: settings.Config, given: Settings) -> tuple[planning.Plan, 
     return plan, f"{told}; {links}"
 
 
-def cells(row: Prediction, dense: Prediction) -> tuple[str, ...]:
-    """A line of the table."""
-    secs = (row.step_secs, row.compute_secs, row.exposed_secs, row.update_secs)
-    return (
-        row.method,
-        *(_ms(value) for value in secs),
-        f"{dense.step_secs / row.step_secs:.2f}x",
-        amount(row.sent_bytes),
-    )
-
-
-def _ms(secs: float) -> str:
-    return f"{secs * 1e3:,.0f}" if secs >= 0.1 else f"{secs * 1e3:.3g}"
-
-
-def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """A table."""
-    return [f"| {' | '.join(line)} |" for line in (columns, ["---"] * len(columns), *rows)]
-
-
-def paper_rows() -> list[tuple[str, ...]]:
-    """The published figures beside the predicted ones."""
-    found = paper.figures()
-    return [(f.name, f"{f.published:.3f}", f"{f.predicted:.3f}", f"{f.error:+.0%}") for f in found]
-
-
-def curve_rows(curves: Mapping[str, Sequence[Prediction]], workers: Sequence[int]) -> list[list[str]]:
-    """Step times in milliseconds by workers."""
-    return [
-        [name, *(_ms(row.step_secs) for row in rows), *[""] * (len(workers) - len(rows))]
-        for name, rows in curves.items()
-    ]
+def measured_rows(path: pathlib.Path) -> list[tuple[str, ...]]:
+    """Each cell of bench_comm.py beside its prediction, and how many are within the goal."""
+    if not path.is_file():
+        raise ValueError(
+            f"--measured must be a comm.json of scripts/bench_comm.py, got {path}, which is not there."
+        )
+    held = json.loads(path.read_text())
+    params = models.abstract_params(model(held["settings"]["million"]))
+    return report.measured_rows(compare(held["cells"], params, held["settings"]["workers"]))
 
 
 def show(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], console: Console) -> None:
@@ -176,54 +153,6 @@ def show(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], cons
     for row in rows:
         table.add_row(*row)
     console.print(table)
-
-
-def write(
-    given: Settings, plan: planning.Plan, text: Sequence[str], rows: Sequence[Prediction], command: str
-) -> None:
-    """The plan and its scaling curves as scaling.md, scaling.json and scaling.png."""
-    workers = sorted(given.curve_workers)
-    methods, columns = planning.curve_methods(), ("method", *(f"{w}" for w in workers))
-    strong, weak = (dict(plan.curve(methods, workers, strong=kind)) for kind in (True, False))
-    versions = (
-        f"Python {platform.python_version()}, JAX {jax.__version__}, {datetime.date.today().isoformat()}"
-    )
-    lines = [
-        "# Scaling",
-        "",
-        f"Predicted by `training/simulate.py`, not measured. {versions}.",
-        "",
-        f"    {command}",
-    ]
-    lines += ["", *text]
-    lines += [*markdown(COLUMNS, [cells(row, _dense(rows)) for row in rows]), ""]
-    lines += [
-        f"Step in ms by workers, strong scaling: {plan.config.tokens_per_step:,} tokens a step of all together.",
-        "",
-    ]
-    lines += [*markdown(columns, curve_rows(strong, workers)), ""]
-    lines += [f"Step in ms by workers, weak scaling: {plan.tokens():,.0f} tokens a step of each.", ""]
-    lines += markdown(columns, curve_rows(weak, workers))
-    found: dict[str, Any] = {
-        "command": command,
-        "versions": versions,
-        "plan": [planning.as_dict(row) for row in rows],
-    }
-    for kind, curves in (("strong", strong), ("weak", weak)):
-        found[kind] = {name: [planning.as_dict(row) for row in of] for name, of in curves.items()}
-    if given.paper:
-        lines += ["", PAPER, "", *markdown(PAPER_COLUMNS, paper_rows()), "", paper.explanation()]
-        found["paper"] = [dataclasses.asdict(figure) | {"error": figure.error} for figure in paper.figures()]
-    given.out.mkdir(parents=True, exist_ok=True)
-    (given.out / "scaling.md").write_text("\n".join(lines) + "\n")
-    (given.out / "scaling.json").write_text(json.dumps(found, indent=1) + "\n")
-    title = f"{plan.config.model.preset}, {given.bandwidth} links (predicted)"
-    drawing = scaling_figure(strong, weak, plan.config.tokens_per_step, plan.tokens(), title)
-    drawing.savefig(given.out / "scaling.png", dpi=110)
-
-
-def _dense(rows: Sequence[Prediction]) -> Prediction:
-    return next(row for row in rows if row.method == planning.DENSE.name)
 
 
 def parse(arguments: Sequence[str]) -> tuple[Settings, settings.Config]:
@@ -248,6 +177,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     try:
         given, config = parse(arguments)
+        if given.measured is not None:
+            show(
+                "predicted beside measured", report.MEASURED_COLUMNS, measured_rows(given.measured), Console()
+            )
+            return 0
         plan, assumed = make_plan(config, given)
         methods = planning.alternatives(given.densities, config.model.build().n_layers)
         own, rows = plan.predict_own(), [plan.predict(method) for method in methods]
@@ -263,15 +197,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"Take {chosen.method}: {why}. Times say nothing of the loss: fewer entries or meetings need more steps.",
     )
     console = Console()
-    show(text[0], COLUMNS, [cells(row, _dense(rows)) for row in (own, *rows)], console)
+    show(text[0], report.COLUMNS, report.plan_rows([own, *rows]), console)
     for line in text[1:]:
         console.print(line, highlight=False)
     if given.paper:
-        show(PAPER, PAPER_COLUMNS, paper_rows(), console)
+        show(report.PAPER, report.PAPER_COLUMNS, report.paper_rows(), console)
         console.print(paper.explanation(), highlight=False)
     if given.curve:
-        paragraphs = [part for line in text for part in (line, "")]
-        write(given, plan, paragraphs, [own, *rows], f"python scripts/plan.py {shlex.join(arguments)}")
+        report.write_scaling(
+            given.out, plan, [own, *rows], text, workers=sorted(given.curve_workers), links=str(given.bandwidth),
+            command=f"python scripts/plan.py {shlex.join(arguments)}", with_paper=given.paper,
+        )  # fmt: skip
         console.print(f"scaling.md, scaling.json, scaling.png: {given.out}", highlight=False, soft_wrap=True)
     return 0
 

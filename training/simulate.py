@@ -271,8 +271,9 @@ def _secs_of_cell(
     machine = dataclasses.replace(
         machine,
         forward_secs=0.0,
-        backward_secs=float(cell["compute_secs"]),
-        update_secs=float(cell["update_secs"]),
+        # The update is the difference of two measurements, which noise may make negative where it is short.
+        backward_secs=float(cell["compute_secs"]) + min(0.0, float(cell["update_secs"])),
+        update_secs=max(0.0, float(cell["update_secs"])),
         outer_secs=0.0,
     )
     return simulate(method, params, workers, network, machine, local_steps=steps).secs / steps

@@ -8,7 +8,7 @@ import models
 from scripts import plan
 from training import _sim_plan as planning
 from training import config as settings
-from training.simulate import METHODS
+from training.simulate import METHODS, exchange_of
 
 
 def lines(capsys):
@@ -113,9 +113,33 @@ def test_curves_are_written(tmp_path, capsys):
     assert "| method | 4 | 8 | 16 |" in text and "not measured" in text and str(out) in text
 
 
+def test_predictions_are_held_against_measured_cells(tmp_path, capsys):
+    params = models.abstract_params(plan.model(0.1))
+    sent = exchange_of(METHODS["adams"], params, 4).sent_bytes
+    secs = 0.3 + 8 * sent / 1e7
+    cell = {
+        "method": "adams",
+        "bandwidth": 1e7,
+        "compute_secs": 0.2,
+        "update_secs": 0.1,
+        "bytes_per_step": sent,
+    }
+    cells = [
+        cell | {"step_secs": secs},
+        cell | {"step_secs": 2 * secs, "update_secs": -0.01, "compute_secs": 0.31},
+    ]
+    file = tmp_path / "comm.json"
+    file.write_text(json.dumps({"settings": {"million": 0.1, "workers": 4}, "cells": cells}))
+    assert plan.main(["--measured", str(file)]) == 0
+    text = "\n".join(lines(capsys))
+    assert "1 of 2 within 15%" in text and "-50%" in text
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ("--workers 4", "--workers and --bandwidth must be given"),
+        ("--measured nothing.json", "must be a comm.json of scripts/bench_comm.py, got nothing.json"),
         ("--config lama1p8b --workers 4 --bandwidth 1gbit", "Did you mean 'llama1p8b'?"),
         ("--workers 4 --bandwidth 1gb", "a bandwidth must be"),
         ("--workers 4 --bandwidth 1gbit --latency 5m", "a latency must be"),
