@@ -1,7 +1,7 @@
 """What srun does, on this machine: starts TASKS processes of a command, with the variables that Slurm sets for each.
 
 Usage: python -m tests.scripts.srun_for_tests [--option=value ...] COMMAND ARGUMENTS. With TELL=FILE nothing is started:
-options, command and XLA_FLAGS are written there, and the exit code is CODE.
+options, command and XLA_FLAGS are written there, and the exit code is EXIT.
 """
 
 import json
@@ -17,7 +17,7 @@ def main(arguments: list[str]) -> int:
     command = arguments[first:]
     if told := os.environ.get("TELL"):
         Path(told).write_text(json.dumps([options, command, os.environ["XLA_FLAGS"]]))
-        return int(os.environ["CODE"])
+        return int(os.environ["EXIT"])
     tasks = int(os.environ["TASKS"])
     step = {
         "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "localhost", "SLURM_STEP_NUM_NODES": "1", "SLURM_NTASKS": str(tasks),
