@@ -11,6 +11,7 @@ behind. Where links cannot be shaped (no Linux, no iproute2, no permission) it s
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shutil
 import signal
@@ -57,15 +58,12 @@ def main(arguments: list[str] | None = None) -> int:
     starting = threading.Lock()
 
     def pass_on(number: int) -> None:
-        with starting:
+        with starting, contextlib.suppress(RuntimeError):  # just ended
             for cluster in running:
                 cluster.signal(number)
 
-    def end_now() -> None:
-        for cluster in running:
-            cluster.close()
-
-    with StopSignals(pass_on, end_now) as stop:
+    # A second signal ends this process, and with it all others.
+    with StopSignals(pass_on) as stop:
         try:
             if not command:
                 raise ValueError(
@@ -88,9 +86,9 @@ def main(arguments: list[str] | None = None) -> int:
                     cluster.start(command, takes_input=False)
                     running.append(cluster)
                 return cluster.wait()
-        except ValueError as error:
+        except (ValueError, RuntimeError) as error:
             print(f"error: {error}", file=sys.stderr)
-            return 2
+            return 2 if isinstance(error, ValueError) else 1
         except BrokenPipeError:  # piped into head
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it at exit
             return 128 + signal.SIGPIPE

@@ -118,6 +118,9 @@ def test_a_reader_that_leaves_ends_all(trace):
         assert launcher.wait(20) == 128 + signal.SIGPIPE
 
 
+# Ignores what can be ignored and has a process of its own in the background.
+STUBBORN = ["sh", "-c", "trap '' TERM INT HUP; sleep 1000 & echo ready; sleep 1000"]
+
 SAVING = """
 import os, signal, sys, time
 got = []
@@ -158,11 +161,23 @@ def test_a_second_signal_ends_at_once(trace):
         time.sleep(0.5)
         assert launcher.poll() is None
         launcher.send_signal(signal.SIGINT)
-        assert launcher.wait(20) == 130
+        assert launcher.communicate(timeout=20)[0] == "" and launcher.returncode == 130
 
 
-# Ignores what can be ignored and has a process of its own in the background.
-STUBBORN = ["sh", "-c", "trap '' TERM INT HUP; sleep 1000 & echo ready; sleep 1000"]
+def test_a_supervisor_that_is_killed_is_an_error(trace):
+    """As by a machine without memory: all workers go, and the launcher says so."""
+    with start(trace, "--workers", "2", "--", *STUBBORN) as launcher:
+        wait_for_ready(launcher)
+        commands = {each: Path(f"/proc/{each}/cmdline").read_bytes() for each in trace.processes()}
+        supervisors = [
+            process
+            for process, command in commands.items()
+            if b"training._supervisor" in command and b"unshare" not in command
+        ]
+        for process in supervisors:
+            os.kill(process, signal.SIGKILL)
+        assert len(supervisors) == 1 and launcher.wait(20) == 1
+        assert launcher.stdout.read().startswith("error: the supervisor of the workers is gone")
 
 
 @pytest.mark.parametrize("kind", ["namespaces", "loopback"])

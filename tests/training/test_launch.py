@@ -1,5 +1,6 @@
 """Workers on one machine: their output, how one failure ends all, what a signal does, and that nothing outlives them."""
 
+import doctest
 import os
 import signal
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.training.runs_for_tests import environment
+from training import _bandwidth, _lines
 from training._lines import Lines
 from training.launch import Cluster
 
@@ -287,6 +289,12 @@ def test_wrong_use(loopback):
                 act()
         cluster.start(["true"])  # none of them broke it
         assert cluster.wait(30) == 0
+
+
+@pytest.mark.parametrize("module", [_bandwidth, _lines])
+def test_examples(module):
+    found = doctest.testmod(module)
+    assert found.attempted > 0 and found.failed == 0
 
 
 def test_importing_it_does_not_import_jax():
