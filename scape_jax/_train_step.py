@@ -153,6 +153,32 @@ class TrainStep:
         self._ahead[final] = Ahead(self._programs[final], (params, opt_state, batch), on_wait)
         return True
 
+    def lower(self, params: Any, opt_state: Any, batch: Any, *, final: bool = False) -> jax.stages.Lowered:
+        """The step's program before XLA has compiled it, to be looked at or compiled elsewhere; nothing is run.
+
+        Args:
+          params, opt_state, batch: of a step, or their ShapeDtypeStructs with shardings.
+          final: of the final density, without the choice among those of the warm-up.
+
+        Raises:
+          ValueError: the batch does not divide.
+
+        Example:
+          >>> import jax, jax.numpy as jnp, scape_jax
+          >>> mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+          >>> loss_fn = lambda params, batch: jnp.mean((batch @ params["w"]) ** 2)
+          >>> step = scape_jax.make_train_step(loss_fn, scape_jax.adams(1e-3, axis_name="data"), mesh)
+          >>> params = {"w": jnp.ones((4, 2))}
+          >>> lowered = step.lower(params, step.init(params), jnp.ones((8, 4)))
+          >>> lowered.compile().memory_analysis().argument_size_in_bytes > 0
+          True
+        """
+        check_batch(batch, self.num_workers, self.accumulate)
+        if self._specs is None:
+            self._prepare(params)
+        level = getattr(self.tx, "final_level", 0) if final else 0
+        return self._compile_later(level or None).lower(params, opt_state, batch)
+
     def telemetry(self, opt_state: Any) -> dict[str, jax.Array]:
         """Figures about masks and residuals, see `scape_jax.telemetry`; {} for dense methods."""
         if "telemetry" not in self._programs:
@@ -248,7 +274,7 @@ class TrainStep:
             self._steady = self._steps_taken >= self.tx.final_count
         return final if self._steady else None
 
-    def _compile_later(self, level: int | None) -> Callable:
+    def _compile_later(self, level: int | None) -> Any:
         in_specs = (PartitionSpec(), self._specs, PartitionSpec(self.axis_name))
         out_specs = (PartitionSpec(), self._specs, PartitionSpec())
         fn = functools.partial(

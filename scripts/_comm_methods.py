@@ -1,0 +1,237 @@
+"""The methods of bench_comm.py as programs of one worker: whole step or round, the same without its messages, compute alone.
+
+"Without its messages" is the same program traced with every collective replaced by what costs nothing on a network: what a
+worker sends comes back to it. So the time of the rest is measured, not guessed.
+"""
+
+import contextlib
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, PartitionSpec
+
+import gasloc_jax
+import gasloc_jax._round as _round_checks
+import models
+import scape_jax
+from training.evaluate import place
+from training.mesh import AXIS_NAME, WORKER_AXIS
+
+NESTEROV = {"learning_rate": 0.7, "momentum": 0.9, "nesterov": True}
+
+Batches = Callable[[], dict[str, np.ndarray]]  # this worker's rows of the next global batch
+
+
+def _gasloc(topology: Callable[[], gasloc_jax.Topology], fragments: int = 1, **options: Any) -> Callable:
+    return lambda: (
+        gasloc_jax.gasloc(optax.sgd(**NESTEROV), topology(), WORKER_AXIS, **options),
+        fragments,
+    )
+
+
+# Name -> an optimizer that exchanges in every step.
+STEPS: dict[str, Callable[[], optax.GradientTransformation]] = {
+    "adamw": lambda: scape_jax.adamw(1e-3, axis_name=AXIS_NAME),
+    "adams": lambda: scape_jax.adams(1e-3, axis_name=AXIS_NAME),
+    "adams_bf16": lambda: scape_jax.adams(1e-3, axis_name=AXIS_NAME, payload_dtype=jnp.bfloat16),
+} | {
+    f"scape_d{density:g}_{name}": lambda density=density, options=options: scape_jax.scape(
+        1e-3, density=density, axis_name=AXIS_NAME, **options
+    )
+    for density in (0.1, 0.01)
+    for name, options in {
+        "bitmap": {"codec": "bitmap"},
+        "index": {"codec": "index"},
+        "bf16": {"payload_dtype": jnp.bfloat16},
+    }.items()
+}  # fmt: skip
+STEPS["scape_d0.1_late"] = lambda: _late(STEPS["scape_d0.1_bitmap"]())  # for bench_overlap.py
+# Name -> an outer optimizer and the fragments of a round.
+ROUNDS: dict[str, Callable[[], tuple[gasloc_jax.OuterOptimizer, int]]] = {
+    "diloco": lambda: (gasloc_jax.diloco(axis_name=WORKER_AXIS), 1),
+    "gasloc_1peer": _gasloc(gasloc_jax.random_pairs),
+    "gasloc_1peer_bf16": _gasloc(gasloc_jax.random_pairs, payload_dtype=jnp.bfloat16),
+    "gasloc_1peer_int8": _gasloc(gasloc_jax.random_pairs, payload_dtype=jnp.int8),
+    "gasloc_2peer": _gasloc(gasloc_jax.random_ring),
+    "gasloc_2peer_bf16": _gasloc(gasloc_jax.random_ring, payload_dtype=jnp.bfloat16),
+    "gasloc_2peer_int8": _gasloc(gasloc_jax.random_ring, payload_dtype=jnp.int8),
+    "gasloc_1peer_fragments4": _gasloc(gasloc_jax.random_pairs, 4),
+}
+
+
+def _late(tx: Any) -> Any:
+    """SCAPE whose masks are gathered only when the gradients are there, instead of from the start of the step."""
+
+    def apply(grads: Any, state: Any, params: Any, **extra: Any) -> Any:
+        # Zero, which only the device knows: a product with 0 may be NaN, so XLA keeps it.
+        zero = sum(x.reshape(-1)[0] * 0 for x in jax.tree.leaves(grads)).astype(jnp.uint32)
+        own = jax.tree.map(lambda words: words ^ zero, optax.tree.get(state, "next_mask"))
+        return tx.apply(grads, optax.tree.set(state, next_mask=own), params, **extra)
+
+    late = copy.copy(tx)
+    late.apply = apply
+    return late
+
+
+def together() -> None:
+    """Waits for all workers; a few bytes."""
+    multihost_utils.sync_global_devices("bench_comm")
+
+
+@contextlib.contextmanager
+def without_messages(num_workers: int) -> Iterator[None]:
+    """What is traced inside does all that it would do, but for the collectives: each hands back what it was given."""
+
+    def gather(x: Any, axis_name: Any, *, tiled: bool = False, **_: Any) -> Any:
+        def one(leaf: jax.Array) -> jax.Array:
+            return (
+                jnp.tile(leaf, num_workers) if tiled else jnp.broadcast_to(leaf, (num_workers, *leaf.shape))
+            )
+
+        return jax.tree.map(one, x)
+
+    same = lambda x, *_, **__: x  # noqa: E731
+    with contextlib.ExitStack() as stack:
+        for name in ("psum", "pmean", "ppermute", "all_to_all"):
+            stack.enter_context(mock.patch.object(lax, name, same))
+        stack.enter_context(mock.patch.object(lax, "all_gather", gather))
+        stack.enter_context(mock.patch.object(_round_checks, "check_collectives"))  # misses them, rightly
+        yield
+
+
+@dataclasses.dataclass
+class Measured:
+    """What bench_comm.py runs on every worker; each call returns when this worker is done.
+
+    Attributes:
+      whole: one step or round.
+      alone: the same without messages.
+      compute: gradients only, of all steps that a round has.
+      bytes: that a worker sends in a step or round, by the library's closed form.
+      steps: inner steps in one call.
+    """
+
+    whole: Callable[[], Any]
+    alone: Callable[[], Any]
+    compute: Callable[[], Any]
+    bytes: int
+    steps: int
+
+
+def make(name: str, config: models.LlamaConfig, mesh: Mesh, batches: Batches, local_steps: int) -> Measured:
+    """Compiles the method's programs; every process calls it for the same method."""
+    if name in STEPS:
+        return _step(STEPS[name](), config, mesh, batches)
+    return _round(*ROUNDS[name](), config, mesh, batches, local_steps)
+
+
+class _Steps:
+    """A training step with the parameters and the state that it takes over and hands on."""
+
+    def __init__(self, step: scape_jax.TrainStep, params: Any, opt_state: Any, batch: Any):
+        self.step, self.batch = step, batch
+        self.params, self.opt_state = params, opt_state
+
+    def __call__(self) -> Any:
+        self.params, self.opt_state, metrics = self.step(self.params, self.opt_state, self.batch)
+        return jax.block_until_ready(metrics)
+
+    def compile_once(self, final: bool) -> None:
+        """In the first process; the others, which wait for it, find the program in the cache."""
+        if jax.process_index() == 0:
+            self.step.lower(self.params, self.opt_state, self.batch, final=final).compile()
+        together()
+
+
+def _step(tx: Any, config: models.LlamaConfig, mesh: Mesh, batches: Batches) -> Measured:
+    loss_fn, workers = models.loss_fn(config), int(mesh.size)
+    mesh = Mesh(mesh.devices, (AXIS_NAME,), axis_types=mesh.axis_types)
+    batch = place(batches(), mesh, AXIS_NAME)
+    make_step = lambda: scape_jax.make_train_step(loss_fn, tx, mesh, axis_name=AXIS_NAME)  # noqa: E731
+    step = make_step()
+    params = step.place(models.init_params(config, 0))
+    whole = _Steps(step, params, step.init(params), batch)
+    sparse = getattr(tx, "final_level", 0) > 0  # has a program of its own for the first, dense step
+    for final in (False, True) if sparse else (False,):
+        whole.compile_once(final)
+    for _ in range(1 + getattr(tx, "final_count", 0)):
+        whole()
+    silent = make_step()
+    silent.init(
+        params := jax.tree.map(jnp.copy, whole.params)
+    )  # checks that messages are sent, so outside of the block
+    alone = _Steps(silent, params, jax.tree.map(jnp.copy, whole.opt_state), batch)
+    with without_messages(workers):
+        alone.compile_once(sparse)
+        alone()
+    gradients = jax.jit(
+        jax.shard_map(
+            lambda params, batch: jax.tree.map(
+                lambda g: g[None], scape_jax.loss_and_grads(loss_fn, params, batch, 1)
+            ),
+            mesh=mesh,
+            in_specs=(PartitionSpec(), PartitionSpec(AXIS_NAME)),
+            out_specs=PartitionSpec(AXIS_NAME),
+            check_vma=False,
+        )
+    )
+    params = jax.tree.map(jnp.copy, whole.params)
+    compute = lambda: jax.block_until_ready(gradients(params, batch))  # noqa: E731
+    compute()
+    return Measured(whole, alone, compute, step.wire_bytes().total_bytes, 1)
+
+
+def _round(
+    outer: gasloc_jax.OuterOptimizer,
+    fragments: int,
+    config: models.LlamaConfig,
+    mesh: Mesh,
+    batches: Batches,
+    local_steps: int,
+) -> Measured:
+    mesh = Mesh(mesh.devices, (WORKER_AXIS,), axis_types=mesh.axis_types)
+    local = gasloc_jax.make_local_step(models.loss_fn(config), optax.adamw(1e-3))
+    params = models.init_params(config, 0)
+    read = [batches()["tokens"] for _ in range(local_steps)]
+    tokens = jax.make_array_from_process_local_data(
+        gasloc_jax.make_round(local, outer, mesh, fragments=fragments).batch_sharding, np.stack(read)[None]
+    )
+
+    class Rounds:
+        def __init__(self) -> None:
+            self.round = gasloc_jax.make_round(local, outer, mesh, fragments=fragments)
+            self.state = self.round.init(params)
+
+        def local(self) -> None:
+            self.state, _ = jax.block_until_ready(
+                self.round.local(self.state, {"tokens": tokens}, local_steps)
+            )
+
+        def __call__(self) -> None:
+            self.local()
+            self.state = jax.block_until_ready(self.round.exchange(self.state))
+
+    whole, alone = Rounds(), Rounds()
+    whole()
+    with without_messages(int(mesh.size)):
+        alone()
+        alone.local()
+        alone.state = alone.round.exchange(alone.state)
+    # Between the halves a state is not whole; local steps alone are taken over and over from one that is.
+    timed = Rounds()
+
+    def compute() -> None:
+        state = jax.tree.map(jnp.copy, timed.state)
+        jax.block_until_ready(timed.round.local(state, {"tokens": tokens}, local_steps))
+
+    compute()
+    return Measured(whole, alone, compute, whole.round.wire_bytes(params), local_steps)

@@ -1,0 +1,155 @@
+"""Time of a step or round over links of a known speed: what is compute, what is update, and what waits for the network.
+
+    python scripts/bench_comm.py --out docs/results/comm
+    python scripts/bench_comm.py --methods adams scape_d0.01_index --speeds 100 --out runs/comm
+
+Starts 4 processes on this machine, each behind a link of its own (training/launch.py: needs Linux with iproute2), and runs
+each method over each speed. Beside a whole step it times the same program without its messages, at the same moment on the
+same workers: that is compute and update; what a step takes longer is exposed communication. The ideal is compute + update +
+bytes / bandwidth, with the bytes of the library's closed form; beside them stand those that the interface counted, headers
+included. Writes comm.md, comm.json and comm.png; cells that comm.json holds are not run again. Goals: where dense
+AdamS spends about 95 % of a step on communication, SCAPE d=.01 10 times as fast and d=.1 5 times; each cell within 1.15 of
+its ideal, bytes within 5 % of the closed form.
+"""
+
+import dataclasses
+import json
+import os
+import pathlib
+import platform
+import statistics
+import sys
+import time
+from typing import Any
+
+import tyro
+from rich.console import Console
+
+from scripts import _comm_report as report
+from scripts._comm_worker import Task
+from training.corpus import prepare_stdlib
+from training.launch import Cluster
+from training.token_file import replace_atomically
+from training.workers import Workers
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings(Task):
+    """Methods over links of several speeds."""
+
+    out: pathlib.Path
+    """Folder of comm.md, comm.json and comm.png."""
+    methods: tuple[str, ...] = report.METHODS
+    """What to run; the table also shows what the folder holds already."""
+    speeds: tuple[float, ...] = (1000, 100, 10)
+    """Mbit/s that a worker can send, and as much receive."""
+    workers: int = 4
+    """Processes."""
+    cell_secs: float = 15.0
+    """About how long each method is timed at each speed; at least twice."""
+
+
+def task_arguments(settings: Settings) -> list[str]:
+    """The worker's command line."""
+    given = [(field.name, getattr(settings, field.name)) for field in dataclasses.fields(Task)]
+    return [word for name, value in given for word in (f"--{name.replace('_', '-')}", str(value))]
+
+
+def measure(
+    workers: Workers, settings: Settings, method: str, mbit: float, made: dict[str, Any]
+) -> dict[str, Any]:
+    """One cell of the table; every figure in seconds or bytes of one step or round."""
+    bandwidth = mbit * 1e6
+    workers.cluster.set_bandwidth(bandwidth)
+    ideal_wire_secs = made["bytes"] * 8 / bandwidth
+    alone = workers.ask(alone=5 if made["steps"] == 1 else 3)
+    # A step begins for all at once and ends for all at once, so the slowest worker counts.
+    slowest = {
+        name: statistics.median(map(max, zip(*(found[name] for found in alone), strict=True)))
+        for name in ("alone", "compute")
+    }
+    expected_secs = slowest["alone"] + ideal_wire_secs
+    if expected_secs < settings.cell_secs / 3:
+        workers.ask(whole=1)  # the transport learns the speed
+    repeats = min(30, max(2, round(settings.cell_secs / expected_secs)))
+    found = workers.ask(whole=repeats)
+    secs = statistics.fmean(one["secs"] for one in found)
+    return {
+        "method": method,
+        "bandwidth": bandwidth,
+        "steps": made["steps"],
+        "repeats": repeats,
+        "step_secs": secs,
+        "compute_secs": slowest["compute"],
+        "update_secs": slowest["alone"] - slowest["compute"],
+        "exposed_secs": secs - slowest["alone"],
+        "ideal_secs": expected_secs,
+        "bytes_per_step": made["bytes"],
+        "sent_bytes": [one["sent_bytes"] for one in found],
+    }
+
+
+def save(path: pathlib.Path, result: dict[str, Any]) -> None:
+    with replace_atomically(path) as file:
+        file.write((json.dumps(result, indent=1) + "\n").encode())
+
+
+def main(settings: Settings) -> dict[str, Any]:
+    unknown = [name for name in settings.methods if name not in report.METHODS]
+    if unknown or settings.workers < 2 or not settings.speeds or min(settings.speeds) <= 0:
+        raise SystemExit(
+            f"methods must be among {', '.join(report.METHODS)}, workers at least 2 and speeds positive; got "
+            f"{unknown or 'known methods'}, {settings.workers} and {settings.speeds}."
+        )
+    settings.out.mkdir(parents=True, exist_ok=True)
+    path, console = settings.out / "comm.json", Console()
+    given = {field.name: getattr(settings, field.name) for field in dataclasses.fields(Task)}
+    del given["cache"]
+    result: dict[str, Any] = {"settings": given | {"workers": settings.workers}, "cells": []}
+    if path.exists():
+        held = json.loads(path.read_text())
+        if held["settings"] != result["settings"]:
+            raise SystemExit(f"{path} holds cells of other settings: {held['settings']}. Use another --out.")
+        result = held
+    prepare_stdlib()
+    wanted = [
+        (method, mbit)
+        for method in settings.methods
+        for mbit in settings.speeds
+        if not any((c["method"], c["bandwidth"]) == (method, mbit * 1e6) for c in result["cells"])
+    ]
+    cluster = Cluster(settings.workers)
+    console.print(cluster.note)
+    if not cluster.shaped:
+        cluster.close()
+        raise SystemExit("Without links of a known speed there is nothing to measure.")
+    command = [sys.executable, "-m", "scripts._comm_worker", *task_arguments(settings)]
+    with Workers(cluster, command, environment={"JAX_PLATFORMS": "cpu"}) as workers:
+        result |= workers.ready[0] | {
+            "python": platform.python_version(),
+            "kernel": platform.release(),
+            "cores": os.cpu_count(),
+            "date": time.strftime("%Y-%m-%d"),
+            "command": " ".join(["python scripts/bench_comm.py", *sys.argv[1:]]),
+        }
+        for method in dict.fromkeys(method for method, _ in wanted):
+            cluster.set_bandwidth(None)
+            start = time.perf_counter()
+            made = workers.ask(prepare=method)[0]
+            console.print(f"{method}: ready after {time.perf_counter() - start:.0f} s")
+            for mbit in (speed for name, speed in wanted if name == method):
+                cell = measure(workers, settings, method, mbit, made)
+                result["cells"].append(cell)
+                save(path, result)
+                console.print(f"  {report.line(cell)}")
+    result["cells"].sort(key=lambda c: (-c["bandwidth"], report.METHODS.index(c["method"])))
+    save(path, result)
+    text = report.markdown(result)
+    (settings.out / "comm.md").write_text(text)
+    report.picture(result).savefig(settings.out / "comm.png", dpi=110)
+    console.print(text, soft_wrap=True)
+    return result
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Settings, description=__doc__))

@@ -1,0 +1,110 @@
+"""Talks with the processes of a Cluster: a command goes to all of them as a line of JSON, each answers with one.
+
+    with Workers(Cluster(4, bandwidth="100mbit"), [sys.executable, "-m", "scripts._comm_worker"]) as workers:
+        answers = workers.ask(prepare="adams")     # a dict of each worker
+
+A worker reads commands from its standard input and answers by `answer`; other lines that it prints are kept for the error
+that is raised where it ends without an answer.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import queue
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+from training.launch import Cluster
+
+_MARK = "@answer "
+_KEPT_LINES = 40
+
+
+def commands() -> Iterator[dict[str, Any]]:
+    """In a worker: the commands that it is given, until there are no more."""
+    for line in sys.stdin:
+        yield json.loads(line)
+
+
+def answer(**values: Any) -> None:
+    """In a worker: answers the command it was given; values are plain JSON."""
+    print(f"{_MARK}{json.dumps(values)}", flush=True)
+
+
+class Workers:
+    """Starts `command` in every worker of the cluster, which it closes with itself; a context manager.
+
+    Args:
+      cluster: where; nothing else may run there.
+      command: program and arguments of a worker, which answers once when it is ready: `ready` holds these answers.
+      environment: variables besides this process's own.
+      timeout_secs: for the longest answer.
+
+    Raises:
+      RuntimeError: a worker ended, with what it printed last. TimeoutError: it did not answer in time.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        command: Sequence[str],
+        *,
+        environment: Mapping[str, str] = {},
+        timeout_secs: float = 600.0,
+    ):
+        self.cluster, self._timeout_secs = cluster, timeout_secs
+        self._answers: list[queue.SimpleQueue[dict[str, Any]]] = [
+            queue.SimpleQueue() for _ in range(cluster.workers)
+        ]
+        self._printed: collections.deque[str] = collections.deque(maxlen=_KEPT_LINES)
+        try:
+            cluster.start(command, environment=environment, on_line=self._on_line)
+            self.ready = self._collect()
+        except BaseException:
+            cluster.close()
+            raise
+
+    def ask(self, **command: Any) -> list[dict[str, Any]]:
+        """Gives all workers the same command and waits for all answers, in the order of the workers."""
+        self.cluster.send(json.dumps(command))
+        return self._collect()
+
+    def close(self) -> None:
+        """Ends all workers."""
+        self.cluster.close()
+
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _on_line(self, worker: int, text: str) -> None:
+        if text.startswith(_MARK):
+            self._answers[worker].put(json.loads(text.removeprefix(_MARK)))
+        else:
+            self._printed.append(f"[{worker}] {text}")
+
+    def _collect(self) -> list[dict[str, Any]]:
+        return [self._next(worker) for worker in range(self.cluster.workers)]
+
+    def _next(self, worker: int) -> dict[str, Any]:
+        waited_secs = 0.0
+        while waited_secs < self._timeout_secs:
+            try:
+                return self._answers[worker].get(timeout=1.0)
+            except queue.Empty:
+                waited_secs += 1.0
+            try:
+                code = self.cluster.wait(0)
+            except TimeoutError:
+                continue
+            if self._answers[worker].empty():
+                raise RuntimeError(
+                    f"worker {worker} must answer, but the workers ended with exit code {code}. {self.cluster.failure}\n"
+                    + "\n".join(self._printed)
+                )
+        raise TimeoutError(f"worker {worker} did not answer within {self._timeout_secs:g} s.")
