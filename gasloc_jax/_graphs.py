@@ -54,6 +54,13 @@ class Graph:
                 matrix[destination, source] += weights[destination]
         return matrix
 
+    def pairs(self) -> tuple[tuple[int, int], ...] | None:
+        """The pairs of workers, each once, where all workers have one and exchange both ways; None for any other graph."""
+        to = dict(self.messages[0]) if len(self.messages) == 1 else {}
+        if len(to) < self.self_weights.size or any(to[to[i]] != i for i in to):
+            return None
+        return tuple((i, j) for i, j in sorted(to.items()) if i < j)
+
     def sends(self) -> np.ndarray:
         """int (W,): messages that each worker sends."""
         sources = [source for pairs in self.messages for source, _ in pairs]

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 import gasloc_jax as gj
 from gasloc_jax import _mix
 from gasloc_jax._mix import Mixer
+from gasloc_jax._worker_round import with_axis, without_axis
 from tests.gasloc_jax.side_by_side import make_mesh, mesh_of
 from tests.helpers import assert_close
 
@@ -198,8 +199,8 @@ def test_devices_of_an_island_send_a_part_each(name, payload):
         np.testing.assert_allclose(results[1][k], results[0][k], atol=2 * step)
 
 
-def sent_bytes(fn: Any, *args: Any) -> dict[str, int]:
-    """Operand bytes of each kind of collective over the workers, of one branch of a switch."""
+def sent_bytes(fn: Any, *args: Any, branch: int = 0) -> dict[str, int]:
+    """Operand bytes of each kind of collective over the workers, of one branch of a switch: the first is a CPU's."""
     found: dict[str, int] = {}
 
     def walk(jaxpr):
@@ -211,7 +212,7 @@ def sent_bytes(fn: Any, *args: Any) -> dict[str, int]:
                 found[name] = found.get(name, 0) + nbytes
             for key, value in eqn.params.items():
                 subs = value if isinstance(value, tuple | list) else (value,)
-                for sub in subs[:1] if key == "branches" else subs:
+                for sub in (subs[branch],) if key == "branches" else subs:
                     inner = getattr(sub, "jaxpr", sub)
                     if hasattr(inner, "eqns"):
                         walk(inner)
@@ -229,7 +230,9 @@ def test_bytes_are_those_of_the_closed_form(name, payload):
         mixing = Mixing(TOPOLOGIES[name], 8 // island, payload, island)
         pool = TOPOLOGIES[name].build(8 // island)
         tree = make_tree(8 // island)
-        found = sent_bytes(mixing.mix, tree, mixing.init(tree), jnp.int32(0))
+        on_cpu, found = (
+            sent_bytes(mixing.mix, tree, mixing.init(tree), jnp.int32(0), branch=branch) for branch in (0, -1)
+        )
         closed = sum(pool.bytes_per_round(size, mixing.mixer.payload) for size in sizes)
         padding = (
             36 * len(sizes) * len(pool.graphs[0].messages)
@@ -242,7 +245,41 @@ def test_bytes_are_those_of_the_closed_form(name, payload):
             )
             assert outer.bytes_per_round(shapes, 8) == closed
         assert set(found) == {"ppermute"}
+        if name == "random_pairs":  # an all-reduce of two sends what it is given, once; in whole words
+            assert set(on_cpu) == {"psum"} and 0 <= on_cpu["psum"] - found["ppermute"] <= 3 * 2 * len(sizes)
+        else:
+            assert on_cpu == found
         assert 0 <= island * found["ppermute"] - closed <= padding
+
+
+@pytest.mark.parametrize("payload", PAYLOADS)
+def test_pairs_swap_what_messages_would_bring(payload):
+    """On CPUs a pair is joined by an all-reduce, where types say what varies by messages: the same to the bit."""
+    mesh, mixing = mesh_of((4,), ("worker",)), Mixing(TOPOLOGIES["random_pairs"], 4, payload)
+    tree = make_tree(4)
+    tree["a"][:, 0, 0] = [-0.0, 1e-40, 3e38, 1.0]
+    programs, results = [], []
+    for typed in (False, True):
+        mix = lambda *given: with_axis(mixing.mixer.mix(*without_axis(given), jnp.int32(1)))  # noqa: E731
+        given = (tree, mixing.init(tree))
+        specs = {"in_specs": P("worker"), "out_specs": P("worker"), "check_vma": typed}
+        program = jax.jit(jax.shard_map(mix, mesh=mesh, **specs))
+        results.append(program(*given))
+        programs.append(program.lower(*given).compile().as_text())
+    jax.tree.map(np.testing.assert_array_equal, *results)
+    assert ["all-reduce(" in text for text in programs] == [True, False]
+    assert ["collective-permute(" in text for text in programs] == [False, True]
+
+
+@pytest.mark.parametrize("size", [0, 1, 5, 8])
+@pytest.mark.parametrize("dtype", ["float32", "uint16", "int8"])
+def test_bits_survive_as_words(size, dtype):
+    x = np.random.default_rng(size).integers(-128, 127, size).astype(dtype)
+    words = _mix._as_words(jnp.asarray(x))
+    assert words.dtype == jnp.uint32 and words.size == -(-x.nbytes // 4)
+    found = _mix._from_words(words, x)
+    assert found.dtype == x.dtype
+    np.testing.assert_array_equal(found, x)
 
 
 @pytest.mark.parametrize("payload", ["bfloat16", "int8"])
