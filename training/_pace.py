@@ -28,6 +28,10 @@ class Pace:
         self._rounds = 0
         # Since the last choice, (round, a step's seconds, an exchange's seconds): this process's.
         self._mine: list[tuple[int, float, float]] = []
+        # At the last choice, of every worker: seconds of a step and of its link. The round to come.
+        self._step_secs: list[float] = []
+        self._link_secs: list[float] = []
+        self._next_round = 0
 
     def add(self, round: int, counts: list[int], local_secs: float, exchange_secs: float) -> str | None:
         """Takes the times of round number `round`, in which worker n took counts[n] steps.
@@ -36,6 +40,7 @@ class Pace:
         after every round.
         """
         self._rounds += 1
+        self._next_round = round + 1
         if self._rounds == 1:  # compilation
             return None
         self._last = (local_secs, exchange_secs)
@@ -48,6 +53,15 @@ class Pace:
         rounds, mine = [number for number, _, _ in self._mine], self._mine
         self._mine = []
         return self.choose(rounds, self._gathered(np.array([times[1:] for times in mine], np.float32)))
+
+    def steps_of_next_round(self) -> list[int]:
+        """H_i of every worker in the round to come: whoever meets a slower link than its own comes earlier by as much."""
+        if not self._link_secs:
+            return list(self.local_steps)
+        link = np.array(self._link_secs)
+        early = np.where(self._near(self._next_round), link, 0).max(axis=1) - link
+        fewer = np.rint(early / np.array(self._step_secs)).astype(int)
+        return np.maximum(np.array(self.local_steps) - fewer, self._outer.fewest_steps).tolist()
 
     def line(self) -> dict[str, Any]:
         """Of the last round, lists with one number for each worker; {} where none was timed.
@@ -71,6 +85,7 @@ class Pace:
         adapt = gasloc_jax.AdaptiveLocalSteps(
             outer.steps_per_round, outer.fewest_steps, outer.steps_per_round
         )
+        self._step_secs, self._link_secs = steps, exchanges
         target_secs, before = adapt.common_target(steps, exchanges), self.local_steps
         self.local_steps = [
             adapt.choose(now, [step], [exchange], target_secs)
@@ -84,10 +99,13 @@ class Pace:
         """Seconds of each worker's exchange without waiting, (W,), from what all measured, (W, rounds)."""
         found = []
         for number, secs in zip(rounds, exchange_secs.T, strict=True):
-            matrix = self._pool.matrix(number)
-            near = (matrix != 0) | (matrix.T != 0) | np.eye(self._workers, dtype=bool)
-            found.append(np.where(near, secs, np.inf).min(axis=1))
+            found.append(np.where(self._near(number), secs, np.inf).min(axis=1))
         return np.min(found, axis=0)
+
+    def _near(self, round: int) -> np.ndarray:
+        """Who waits for whom in a round, bool (W, W); everyone for itself."""
+        matrix = self._pool.matrix(round)
+        return (matrix != 0) | (matrix.T != 0) | np.eye(self._workers, dtype=bool)
 
     def get_state(self) -> dict[str, Any]:
         """Communicates up to 40 bytes a process with outer.adapt; every process calls it after the same round."""
@@ -96,10 +114,15 @@ class Pace:
             "local_steps": list(self.local_steps),
             "timed_rounds": [number for number, _, _ in self._mine],
             "secs": self._gathered(times).tolist(),  # (W, rounds, 2)
+            "step_secs": self._step_secs,
+            "link_secs": self._link_secs,
+            "next_round": self._next_round,
         }
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         self.local_steps = list(state["local_steps"])
+        self._step_secs, self._link_secs = list(state["step_secs"]), list(state["link_secs"])
+        self._next_round = state["next_round"]
         mine = state["secs"][self._own.start]
         self._mine = [(number, *times) for number, times in zip(state["timed_rounds"], mine, strict=True)]
 

@@ -90,7 +90,7 @@ class Rounds:
 
     def read(self, loader: BatchLoader, steps: int) -> Any:
         """(W, H, batch, length + 1), always of one shape: what no worker takes is left zero."""
-        self._counts = [min(count, steps) for count in self.local_steps]
+        self._counts = [min(count, steps) for count in self._pace.steps_of_next_round()]
         if steps != self._outer.steps_per_round:
             self._note(f"the last round takes the {steps} steps that are left")
         taken, most = max(self._counts), self._outer.steps_per_round

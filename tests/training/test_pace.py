@@ -63,6 +63,24 @@ def test_slow_link_costs_the_worker_that_has_it():
     assert pace.local_steps == [4, 4, 4, 1]
 
 
+def test_whoever_meets_the_slow_link_comes_earlier():
+    """Otherwise the slow worker waits for its partner, the pair is late for the next round, and the delay goes around."""
+    pace, links = make_pace(), [0.01, 0.01, 0.01, 0.25]
+    assert pace.steps_of_next_round() == [4] * 4
+    pace.choose(ROUNDS, seconds(pace, [0.1] * 4, links, pace.local_steps))
+    partners = set()
+    for number in range(7, 20):
+        resumed = make_pace()
+        resumed.set_state(pace.get_state() | {"next_round": number})
+        counts, pair = resumed.steps_of_next_round(), pace._pool.matrix(number) != 0
+        partner = int(np.flatnonzero(pair[3] & (np.arange(4) != 3))[0])
+        partners.add(partner)
+        assert [counts[n] for n in range(4)] == [2 if n == partner else 1 if n == 3 else 4 for n in range(4)]
+    assert partners == {0, 1, 2}
+    resumed.add(19, pace.local_steps, 0.4, 0.01)
+    assert resumed.get_state()["next_round"] == 20
+
+
 def test_step_s_time_is_that_of_the_process_s_own_workers():
     """Its two workers took 2 steps and 1 while others took 4; by all workers' most its steps would look twice as fast."""
     pace = make_pace(own=slice(2, 4))
