@@ -31,11 +31,8 @@ NESTEROV = {"learning_rate": 0.7, "momentum": 0.9, "nesterov": True}
 Batches = Callable[[], dict[str, np.ndarray]]  # this worker's rows of the next global batch
 
 
-def _gasloc(topology: Callable[[], gasloc_jax.Topology], fragments: int = 1, **options: Any) -> Callable:
-    return lambda: (
-        gasloc_jax.gasloc(optax.sgd(**NESTEROV), topology(), WORKER_AXIS, **options),
-        fragments,
-    )
+def _gasloc(topology: Callable[[], gasloc_jax.Topology], **options: Any) -> Callable:
+    return lambda: gasloc_jax.gasloc(optax.sgd(**NESTEROV), topology(), WORKER_AXIS, **options)
 
 
 # Name -> an optimizer that exchanges in every step.
@@ -55,16 +52,21 @@ STEPS: dict[str, Callable[[], optax.GradientTransformation]] = {
     }.items()
 }  # fmt: skip
 STEPS["scape_d0.1_late"] = lambda: _late(STEPS["scape_d0.1_bitmap"]())  # for bench_overlap.py
-# Name -> an outer optimizer and the fragments of a round.
-ROUNDS: dict[str, Callable[[], tuple[gasloc_jax.OuterOptimizer, int]]] = {
-    "diloco": lambda: (gasloc_jax.diloco(axis_name=WORKER_AXIS), 1),
+# Name -> an outer optimizer.
+ROUNDS: dict[str, Callable[[], gasloc_jax.OuterOptimizer]] = {
+    "diloco": lambda: gasloc_jax.diloco(axis_name=WORKER_AXIS),
     "gasloc_1peer": _gasloc(gasloc_jax.random_pairs),
     "gasloc_1peer_bf16": _gasloc(gasloc_jax.random_pairs, payload_dtype=jnp.bfloat16),
     "gasloc_1peer_int8": _gasloc(gasloc_jax.random_pairs, payload_dtype=jnp.int8),
     "gasloc_2peer": _gasloc(gasloc_jax.random_ring),
     "gasloc_2peer_bf16": _gasloc(gasloc_jax.random_ring, payload_dtype=jnp.bfloat16),
     "gasloc_2peer_int8": _gasloc(gasloc_jax.random_ring, payload_dtype=jnp.int8),
-    "gasloc_1peer_fragments4": _gasloc(gasloc_jax.random_pairs, 4),
+    "gasloc_1peer_fragments4": _gasloc(gasloc_jax.random_pairs),
+    "gasloc_1peer_delay": _gasloc(gasloc_jax.random_pairs),
+}
+ROUND_OPTIONS: dict[str, Callable[[int], dict[str, int]]] = {
+    "gasloc_1peer_fragments4": lambda local_steps: {"fragments": 4},
+    "gasloc_1peer_delay": lambda local_steps: {"delay": local_steps - 1},
 }
 
 
@@ -115,7 +117,7 @@ class Measured:
     Attributes:
       whole: one step or round.
       alone: the same without messages.
-      compute: gradients only, of all steps that a round has.
+      compute: the gradients of a step, or all local steps of a round.
       bytes: that a worker sends in a step or round, by the library's closed form.
       steps: inner steps in one call.
     """
@@ -131,7 +133,8 @@ def make(name: str, config: models.LlamaConfig, mesh: Mesh, batches: Batches, lo
     """Compiles the method's programs; every process calls it for the same method."""
     if name in STEPS:
         return _step(STEPS[name](), config, mesh, batches)
-    return _round(*ROUNDS[name](), config, mesh, batches, local_steps)
+    options = ROUND_OPTIONS.get(name, lambda local_steps: {})(local_steps)
+    return _round(ROUNDS[name](), options, config, mesh, batches, local_steps)
 
 
 class _Steps:
@@ -192,7 +195,7 @@ def _step(tx: Any, config: models.LlamaConfig, mesh: Mesh, batches: Batches) -> 
 
 def _round(
     outer: gasloc_jax.OuterOptimizer,
-    fragments: int,
+    options: dict[str, int],
     config: models.LlamaConfig,
     mesh: Mesh,
     batches: Batches,
@@ -201,37 +204,43 @@ def _round(
     mesh = Mesh(mesh.devices, (WORKER_AXIS,), axis_types=mesh.axis_types)
     local = gasloc_jax.make_local_step(models.loss_fn(config), optax.adamw(1e-3))
     params = models.init_params(config, 0)
-    read = [batches()["tokens"] for _ in range(local_steps)]
-    tokens = jax.make_array_from_process_local_data(
-        gasloc_jax.make_round(local, outer, mesh, fragments=fragments).batch_sharding, np.stack(read)[None]
-    )
+    read = np.stack([batches()["tokens"] for _ in range(local_steps)])[None]
 
-    class Rounds:
-        def __init__(self) -> None:
-            self.round = gasloc_jax.make_round(local, outer, mesh, fragments=fragments)
-            self.state = self.round.init(params)
+    def make() -> tuple[gasloc_jax.Round, Callable[[], Any]]:
+        run = gasloc_jax.make_round(local, outer, mesh, **options)
+        held = [run.init(params)]
+        tokens = {"tokens": jax.make_array_from_process_local_data(run.batch_sharding, read)}
 
-        def local(self) -> None:
-            self.state, _ = jax.block_until_ready(
-                self.round.local(self.state, {"tokens": tokens}, local_steps)
-            )
+        def one() -> None:
+            held[0], _ = jax.block_until_ready(run(held[0], tokens, local_steps))
 
-        def __call__(self) -> None:
-            self.local()
-            self.state = jax.block_until_ready(self.round.exchange(self.state))
+        one()
+        return run, one
 
-    whole, alone = Rounds(), Rounds()
-    whole()
+    run, whole = make()
     with without_messages(int(mesh.size)):
-        alone()
-        alone.local()
-        alone.state = alone.round.exchange(alone.state)
-    # Between the halves a state is not whole; local steps alone are taken over and over from one that is.
-    timed = Rounds()
-
-    def compute() -> None:
-        state = jax.tree.map(jnp.copy, timed.state)
-        jax.block_until_ready(timed.round.local(state, {"tokens": tokens}, local_steps))
-
+        _, alone = make()
+    steps_alone = jax.jit(
+        jax.shard_map(
+            lambda params, tokens: _steps_alone(local, params, {"tokens": tokens[0]}),
+            mesh=mesh,
+            in_specs=(PartitionSpec(), PartitionSpec(WORKER_AXIS)),
+            out_specs=PartitionSpec(WORKER_AXIS),
+            check_vma=False,
+        )
+    )
+    tokens = jax.make_array_from_process_local_data(run.batch_sharding, read)
+    compute = lambda: jax.block_until_ready(steps_alone(params, tokens))  # noqa: E731
     compute()
-    return Measured(whole, alone, compute, whole.round.wire_bytes(params), local_steps)
+    return Measured(whole, alone, compute, run.wire_bytes(params), local_steps)
+
+
+def _steps_alone(local: gasloc_jax.LocalStep, params: Any, batches: Any) -> Any:
+    """The parameters after all local steps of a worker, with an axis W."""
+
+    def one(carry: Any, batch: Any) -> tuple[Any, None]:
+        params, state, _ = local.step(*carry, batch)
+        return (params, state), None
+
+    (params, _), _ = lax.scan(one, (params, local.init(params)), batches)
+    return jax.tree.map(lambda x: x[None], params)

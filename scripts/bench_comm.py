@@ -41,7 +41,7 @@ class Settings(Task):
     """Folder of comm.md, comm.json and comm.png."""
     methods: tuple[str, ...] = report.METHODS
     """What to run; the table also shows what the folder holds already."""
-    speeds: tuple[float, ...] = (1000, 100, 10)
+    speeds: tuple[float, ...] = (1000, 100, 50, 10)
     """Mbit/s that a worker can send, and as much receive."""
     workers: int = 4
     """Processes."""
