@@ -201,6 +201,8 @@ def _walk(jaxpr: Any, found: dict[str, int], times: int, level: int | None) -> N
         if kind and not (kind == "all_reduce" and "scatter" in name):
             found[kind] += times * sum(_nbytes(v) for v in eqn.invars)
             found[f"num_{kind}"] += times
+        elif eqn.params.get("branches_platforms"):  # an all-reduce, which on CPU is made of other collectives
+            _walk(eqn.params["branches"][-1].jaxpr, found, times, level)
         elif name == "cond":
             counts = []
             for branch in eqn.params["branches"]:

@@ -13,6 +13,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import scape_jax
+from scape_jax import _exchange as ex
 from scape_jax._layout import level_of
 from tests.helpers import make_mesh
 from tests.scape_jax.side_by_side import SHAPES, make_params, make_step
@@ -145,6 +146,46 @@ def test_compiled_step_sends_what_was_counted_by_hand(num_workers: int) -> None:
     text = jax.jit(update).lower(*arguments).compile().as_text()
     assert result_bytes(text, "all-reduce") == [reduce]
     assert result_bytes(text, "all-gather") == [gather * num_workers]
+
+
+@pytest.mark.parametrize("num_workers", [2, 8])
+def test_compiled_bfloat16_is_not_widened_on_cpus(num_workers: int) -> None:
+    """XLA makes float32 of a bfloat16 all-reduce there. In parts it sends what a ring all-reduce would, and 8 bytes."""
+    tx = scape(codec="bitmap", payload_dtype=jnp.bfloat16)
+    params = {path: PARAMS[path] for path in SHAPES}
+    update, arguments = mapped(tx, num_workers, params, level=tx.final_level)
+    text = jax.jit(update).lower(*arguments).compile().as_text()
+    _, gather = hand_counted(num_workers)
+    entries = (tx.wire(params, num_workers=num_workers, step=None).all_reduce_operand - 8) // 2
+    whole = 2 * -(-entries // num_workers) * num_workers
+    assert result_bytes(text, "all-reduce") == [8]
+    assert result_bytes(text, "all-to-all") == [whole]
+    assert sorted(result_bytes(text, "all-gather")) == sorted([whole, gather * num_workers])
+
+
+@pytest.mark.parametrize("num_workers", [2, 8])
+def test_sum_in_parts_rounds_once(num_workers: int) -> None:
+    """Of shapes that do not divide, beside a float32 array; as NumPy adds bfloat16 numbers in float32."""
+    rng = np.random.default_rng(0)
+    tree = {
+        k: rng.standard_normal((num_workers, *shape))
+        for k, shape in {"a": (3, 5), "b": (), "c": (7,)}.items()
+    }
+    tree = {k: jnp.asarray(x, jnp.float32 if k == "c" else jnp.bfloat16) for k, x in tree.items()}
+
+    def local(tree):
+        return ex.all_sum(jax.tree.map(lambda x: x[0], tree), "data", num_workers)
+
+    for typed in (False, True):
+        specs = {"in_specs": PartitionSpec("data"), "out_specs": PartitionSpec(), "check_vma": typed}
+        found = jax.jit(jax.shard_map(local, mesh=make_mesh(num_workers), **specs))(tree)
+        for k, x in tree.items():
+            assert found[k].dtype == x.dtype
+            want = np.asarray(x, np.float32).sum(axis=0)
+            if k == "c":
+                np.testing.assert_allclose(found[k], want, rtol=1e-5, atol=1e-6)
+            else:
+                np.testing.assert_array_equal(found[k], want.astype(x.dtype))
 
 
 def result_bytes(hlo: str, op: str) -> list[int]:
