@@ -30,7 +30,7 @@ from scripts._straggler_worker import METHODS, Task, model
 from training.corpus import prepare_stdlib
 from training.launch import Cluster
 from training.token_file import replace_atomically
-from training.workers import Workers
+from training.workers import Workers, stopped_by_hand
 
 WORKERS = 4
 SLOW = WORKERS - 1  # the worker with the slow link
@@ -156,4 +156,5 @@ def main(settings: Settings) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Settings, description=__doc__))
+    with stopped_by_hand():
+        main(tyro.cli(Settings, description=__doc__))

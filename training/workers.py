@@ -10,8 +10,10 @@ that is raised where it ends without an answer.
 from __future__ import annotations
 
 import collections
+import contextlib
 import json
 import queue
+import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
@@ -32,6 +34,23 @@ def commands() -> Iterator[dict[str, Any]]:
 def answer(**values: Any) -> None:
     """In a worker: answers the command it was given; values are plain JSON."""
     print(f"{_MARK}{json.dumps(values)}", flush=True)
+
+
+@contextlib.contextmanager
+def stopped_by_hand() -> Iterator[None]:
+    """Ctrl-C and SIGTERM end the block, which closes its cluster, and then the process, with 130 or 143 and a word."""
+
+    def stop(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, stop)
+    try:
+        yield
+    except SystemExit as end:
+        if end.code in (130, 143):
+            print("\nstopped; what is finished is kept, and the same command goes on", file=sys.stderr)
+        raise
 
 
 class Workers:

@@ -41,7 +41,7 @@ def test_a_worker_that_ends_is_named_with_what_it_printed():
 
 def test_a_worker_that_does_not_answer():
     with start(timeout_secs=1.5) as workers:
-        with pytest.raises(TimeoutError, match="worker 0 did not answer within 1.5 s"):
+        with pytest.raises(TimeoutError, match=r"worker 0 did not answer within 1\.5 s"):
             workers.ask(hang=True)
 
 
@@ -55,6 +55,6 @@ def test_a_worker_that_never_gets_ready_leaves_nothing_running():
 
 @pytest.mark.skipif(not interfaces(), reason="the kernel has no table of interfaces")
 def test_interface_that_is_not_there():
-    with pytest.raises(ValueError, match="counted on net0, got .*lo.* Start with"):
+    with pytest.raises(ValueError, match=r"counted on net0, got .*lo.*\. Start with"):
         sent_bytes("net0")
     assert sent_bytes("lo")() >= 0
