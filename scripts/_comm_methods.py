@@ -25,49 +25,11 @@ import models
 import scape_jax
 from training.evaluate import place
 from training.mesh import AXIS_NAME, WORKER_AXIS
+from training.simulate import METHODS
 
-NESTEROV = {"learning_rate": 0.7, "momentum": 0.9, "nesterov": True}
+LATE = {"scape_d0.1_late": "scape_d0.1_bitmap"}  # masks gathered behind the gradients, for bench_overlap.py
 
 Batches = Callable[[], dict[str, np.ndarray]]  # this worker's rows of the next global batch
-
-
-def _gasloc(topology: Callable[[], gasloc_jax.Topology], **options: Any) -> Callable:
-    return lambda: gasloc_jax.gasloc(optax.sgd(**NESTEROV), topology(), WORKER_AXIS, **options)
-
-
-# Name -> an optimizer that exchanges in every step.
-STEPS: dict[str, Callable[[], optax.GradientTransformation]] = {
-    "adamw": lambda: scape_jax.adamw(1e-3, axis_name=AXIS_NAME),
-    "adams": lambda: scape_jax.adams(1e-3, axis_name=AXIS_NAME),
-    "adams_bf16": lambda: scape_jax.adams(1e-3, axis_name=AXIS_NAME, payload_dtype=jnp.bfloat16),
-} | {
-    f"scape_d{density:g}_{name}": lambda density=density, options=options: scape_jax.scape(
-        1e-3, density=density, axis_name=AXIS_NAME, **options
-    )
-    for density in (0.1, 0.01)
-    for name, options in {
-        "bitmap": {"codec": "bitmap"},
-        "index": {"codec": "index"},
-        "bf16": {"payload_dtype": jnp.bfloat16},
-    }.items()
-}  # fmt: skip
-STEPS["scape_d0.1_late"] = lambda: _late(STEPS["scape_d0.1_bitmap"]())  # for bench_overlap.py
-# Name -> an outer optimizer.
-ROUNDS: dict[str, Callable[[], gasloc_jax.OuterOptimizer]] = {
-    "diloco": lambda: gasloc_jax.diloco(axis_name=WORKER_AXIS),
-    "gasloc_1peer": _gasloc(gasloc_jax.random_pairs),
-    "gasloc_1peer_bf16": _gasloc(gasloc_jax.random_pairs, payload_dtype=jnp.bfloat16),
-    "gasloc_1peer_int8": _gasloc(gasloc_jax.random_pairs, payload_dtype=jnp.int8),
-    "gasloc_2peer": _gasloc(gasloc_jax.random_ring),
-    "gasloc_2peer_bf16": _gasloc(gasloc_jax.random_ring, payload_dtype=jnp.bfloat16),
-    "gasloc_2peer_int8": _gasloc(gasloc_jax.random_ring, payload_dtype=jnp.int8),
-    "gasloc_1peer_fragments4": _gasloc(gasloc_jax.random_pairs),
-    "gasloc_1peer_delay": _gasloc(gasloc_jax.random_pairs),
-}
-ROUND_OPTIONS: dict[str, Callable[[int], dict[str, int]]] = {
-    "gasloc_1peer_fragments4": lambda local_steps: {"fragments": 4},
-    "gasloc_1peer_delay": lambda local_steps: {"delay": local_steps - 1},
-}
 
 
 def _late(tx: Any) -> Any:
@@ -130,11 +92,13 @@ class Measured:
 
 
 def make(name: str, config: models.LlamaConfig, mesh: Mesh, batches: Batches, local_steps: int) -> Measured:
-    """Compiles the method's programs; every process calls it for the same method."""
-    if name in STEPS:
-        return _step(STEPS[name](), config, mesh, batches)
-    options = ROUND_OPTIONS.get(name, lambda local_steps: {})(local_steps)
-    return _round(ROUNDS[name](), options, config, mesh, batches, local_steps)
+    """Compiles the method's programs; every process calls it for the same method, of simulate.METHODS or of `LATE`."""
+    if name in LATE:
+        return _step(_late(METHODS[LATE[name]].make()), config, mesh, batches)
+    method = METHODS[name]
+    if method.in_rounds:
+        return _round(method.make(), method.fragments, config, mesh, batches, local_steps)
+    return _step(method.make(), config, mesh, batches)
 
 
 class _Steps:
@@ -195,7 +159,7 @@ def _step(tx: Any, config: models.LlamaConfig, mesh: Mesh, batches: Batches) -> 
 
 def _round(
     outer: gasloc_jax.OuterOptimizer,
-    options: dict[str, int],
+    fragments: int,
     config: models.LlamaConfig,
     mesh: Mesh,
     batches: Batches,
@@ -207,7 +171,7 @@ def _round(
     read = np.stack([batches()["tokens"] for _ in range(local_steps)])[None]
 
     def make() -> tuple[gasloc_jax.Round, Callable[[], Any]]:
-        run = gasloc_jax.make_round(local, outer, mesh, **options)
+        run = gasloc_jax.make_round(local, outer, mesh, fragments=fragments)
         held = [run.init(params)]
         tokens = {"tokens": jax.make_array_from_process_local_data(run.batch_sharding, read)}
 

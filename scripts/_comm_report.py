@@ -22,7 +22,6 @@ METHODS = (
     "gasloc_2peer_bf16",
     "gasloc_2peer_int8",
     "gasloc_1peer_fragments4",
-    "gasloc_1peer_delay",
 )
 DENSE = "adams"  # what the others are compared with
 GOALS = {"scape_d0.01_index": 10.0, "scape_d0.1_bitmap": 5.0}  # times as fast as dense

@@ -206,7 +206,7 @@ class Comparison:
 
 
 _CELL = ("method", "bandwidth", "step_secs", "compute_secs", "update_secs", "bytes_per_step")
-SOCKETS = Network(upload_bits=1.0, payload_fraction=tcp_share(MTU_BYTES), duplex=False)
+SOCKETS = Network(upload_bits=1.0, payload_fraction=tcp_share(MTU_BYTES))
 WITHOUT_OVERLAP = Machine(overlap=False)
 
 
