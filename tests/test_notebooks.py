@@ -8,6 +8,7 @@ import json
 import linecache
 import subprocess
 import sys
+import traceback
 from pathlib import Path
 
 import pytest
@@ -58,7 +59,11 @@ def main(file: str, *replacement: str) -> None:
         plt.close("all")
 
     plt.show = show
-    Shell().run_file(Path(file), *replacement)
+    try:
+        Shell().run_file(Path(file), *replacement)
+    except Exception:
+        traceback.print_exc()  # with the cell's lines, which the interpreter itself would look for in a file
+        sys.exit(1)
 
 
 def run(file, folder, *replacement):
