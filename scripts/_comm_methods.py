@@ -203,7 +203,8 @@ def _steps_alone(local: gasloc_jax.LocalStep, params: Any, batches: Any) -> Any:
     """The parameters after all local steps of a worker, with an axis W."""
 
     def one(carry: Any, batch: Any) -> tuple[Any, None]:
-        params, state, _ = local.step(*carry, batch)
+        params, state = carry
+        params, state, _ = local.step(params, state, batch)
         return (params, state), None
 
     (params, _), _ = lax.scan(one, (params, local.init(params)), batches)

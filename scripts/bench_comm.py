@@ -49,7 +49,7 @@ class Settings(Task):
     """About how long each method is timed at each speed; at least twice."""
 
 
-def task_arguments(settings: Settings) -> list[str]:
+def task_arguments(settings: Task) -> list[str]:
     """The worker's command line."""
     given = [(field.name, getattr(settings, field.name)) for field in dataclasses.fields(Task)]
     return [word for name, value in given for word in (f"--{name.replace('_', '-')}", str(value))]

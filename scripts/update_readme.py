@@ -61,8 +61,8 @@ def filled(text: str) -> str:
     """
     for name, (path, make) in TABLES.items():
         place = re.compile(rf"(<!-- table {name} -->\n).*?(\n<!-- end {name} -->)", re.DOTALL)
-        table = make(json.loads(path.read_text()))
-        text, count = place.subn(lambda found, table=table: f"{found[1]}{table}{found[2]}", text)
+        table = make(json.loads(path.read_text())).replace("\\", r"\\")
+        text, count = place.subn(rf"\1{table}\2", text)
         if count != 1:
             raise ValueError(f"README.md must have one place for the table {name}, got {count}. Mark it.")
     return text
