@@ -71,7 +71,8 @@ def run(file, folder, *replacement):
     return subprocess.run(
         [sys.executable, __file__, str(file), *replacement],
         cwd=folder,
-        env=environment() | {"MPLBACKEND": "agg"},
+        # Workers share what they have compiled, however short it took.
+        env=environment() | {"MPLBACKEND": "agg", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"},
         capture_output=True,
         text=True,
         timeout=280,
