@@ -1,5 +1,7 @@
 """What must hold exactly: hand-checked AdamS values, the facts of SCAPE, and W workers against one."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -12,6 +14,7 @@ from jax.sharding import AxisType, Mesh
 import scape_jax
 from scape_jax import reference
 from tests.helpers import assert_bit_equal, assert_close, make_mesh
+from tests.quick_compile import compiled_quickly
 from tests.scape_jax.side_by_side import (
     BLOCK,
     SHAPES,
@@ -28,6 +31,13 @@ from tests.scape_jax.side_by_side import (
 )
 
 ETA, LAM = 0.01, 0.1
+
+
+@pytest.fixture(autouse=True)
+def _all_but_the_shared_run_compile_quickly(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What is compared with `eight` to the bit is compiled as it is: as users do, with every optimization."""
+    with contextlib.nullcontext() if "eight" in request.fixturenames else compiled_quickly():
+        yield
 
 
 def scape(density: float = 0.1, **options: Any) -> optax.GradientTransformationExtraArgs:
