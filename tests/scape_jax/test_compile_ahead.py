@@ -115,7 +115,7 @@ lowered = threading.Event()
 class Program:
     def lower(self, x):
         def program(x):
-            for i in range(300):
+            for i in range(100):
                 x = jnp.sin(x @ x) + i
             return x
 
@@ -125,7 +125,7 @@ class Program:
 
 Ahead(Program(), (jnp.ones((64, 64)),))
 lowered.wait()
-time.sleep(0.3)  # now in the compiler, for about two seconds
+time.sleep(0.3)  # now in the compiler, for about a second
 assert any(thread.name == "compile-ahead" for thread in threading.enumerate())
 """
 

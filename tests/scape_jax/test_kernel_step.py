@@ -140,21 +140,25 @@ def updates_of(tx, check_vma=False, count=2):
     return on_host((updates, state))
 
 
+UPDATES = {
+    "scape": functools.partial(scape_jax.scape, 1e-2, **SETTINGS),
+    "scale_by_scape": functools.partial(
+        scape_jax.scale_by_scape, **{k: x for k, x in SETTINGS.items() if k != "weight_decay"}
+    ),
+}
+
+
+@functools.cache
+def plain_updates(name):
+    return updates_of(UPDATES[name](implementation="xla"))
+
+
 @pytest.mark.parametrize("check_vma", [False, True])
-@pytest.mark.parametrize(
-    "make",
-    [
-        functools.partial(scape_jax.scape, 1e-2, **SETTINGS),
-        functools.partial(
-            scape_jax.scale_by_scape, **{k: x for k, x in SETTINGS.items() if k != "weight_decay"}
-        ),
-    ],
-    ids=["scape", "scale_by_scape"],
-)
-def test_updates_in_a_users_shard_map(on_gpu, make, check_vma):
+@pytest.mark.parametrize("name", UPDATES)
+def test_updates_in_a_users_shard_map(on_gpu, name, check_vma):
     """Dense updates instead of parameters; under check_vma types must prove that they are equal on all workers."""
-    got, state = updates_of(make(), check_vma)
-    want, want_state = updates_of(make(implementation="xla"), check_vma)
+    got, state = updates_of(UPDATES[name](), check_vma)
+    want, want_state = plain_updates(name)
     assert_close(got, want, "params")
     assert_bit_equal(state.mask, want_state.mask)
 
@@ -176,6 +180,12 @@ def test_a_bad_gradient_on_one_worker_changes_no_bit(on_gpu, value):
     assert_bit_equal((on_host(params), same(on_host(state))), (before[0], same(before[1])))
 
 
+@functools.cache
+def kept_check_step(implementation):
+    tx = one_program(scape_jax.scape(1e-2, finite_check="kept", implementation=implementation, **SETTINGS))
+    return scape_jax.make_train_step(linear_loss, tx, make_mesh(2))
+
+
 @pytest.mark.parametrize("implementation", [None, "xla"], ids=["kernels", "xla"])
 @pytest.mark.parametrize("value", [np.nan, 1e25])
 def test_only_what_is_sent_is_checked(on_gpu, value, implementation):
@@ -183,8 +193,7 @@ def test_only_what_is_sent_is_checked(on_gpu, value, implementation):
 
     1e25 is finite, but as a residual it would be sent next, overflow the norm, and stop this step and all that follow.
     """
-    tx = one_program(scape_jax.scape(1e-2, finite_check="kept", implementation=implementation, **SETTINGS))
-    step = scape_jax.make_train_step(linear_loss, tx, make_mesh(2))
+    step = kept_check_step(implementation)
     first, second, third = make_batches(2, 3, shapes=LEAVES)
     params, state = make_params(shapes=LEAVES), step.init(make_params(shapes=LEAVES))
     params, state, _ = on_host(step(params, state, first))
