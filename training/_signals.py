@@ -25,7 +25,7 @@ class StopSignals:
     """Inside `with StopSignals() as stop`, `stop.received` is the number of the first signal, or None.
 
     Args:
-      on_first: called with the number of the first signal, from another thread.
+      on_first: called with the number of the first signal, from another thread; may wait.
       on_second: called before the process is ended.
     """
 
@@ -50,7 +50,8 @@ class StopSignals:
             if self.received is None:
                 self.received, first_time = number, time.monotonic()
                 if self._on_first is not None:
-                    self._on_first(number)
+                    # In a thread of its own: it may wait for what never comes, and a second signal must still work.
+                    threading.Thread(target=self._on_first, args=(number,), daemon=True).start()
             elif time.monotonic() - first_time > _SAME_SECS:
                 if self._on_second is not None:
                     self._on_second()

@@ -164,6 +164,21 @@ def test_a_second_signal_ends_at_once(trace):
         assert launcher.communicate(timeout=20)[0] == "" and launcher.returncode == 130
 
 
+def test_a_second_signal_ends_at_once_even_if_nobody_reads(trace):
+    """The first one then waits for the supervisor, which waits for the reader of the output."""
+    with start(trace, "--workers", "2", "--", "yes") as launcher:
+        launcher.stdout.readline()
+        time.sleep(1.5)  # until all the queues between are full
+        launcher.send_signal(signal.SIGTERM)
+        time.sleep(0.5)
+        assert launcher.poll() is None
+        launcher.send_signal(signal.SIGTERM)
+        try:
+            assert launcher.wait(20) == 143
+        finally:
+            launcher.kill()
+
+
 def test_a_supervisor_that_is_killed_is_an_error(trace):
     """As by a machine without memory: all workers go, and the launcher says so."""
     with start(trace, "--workers", "2", "--", *STUBBORN) as launcher:
