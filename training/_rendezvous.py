@@ -17,7 +17,8 @@ from typing import Any
 
 from training._group import Group
 
-_SAID = ("group", "count", "index", "host", "pid", "facts")
+_SAID = {"group": str, "count": int, "index": int, "host": str, "pid": int, "facts": dict}
+_ANSWER = {"problem": str | None}
 _MOST_BYTES = 1 << 20  # of a line; settings and versions take a few KB
 _REMIND_SECS = 30.0
 _RETRY_SECS = 0.2
@@ -102,8 +103,8 @@ class _First:
         elif not received or len(line) > _MOST_BYTES:
             self._drop(link, selector)
         elif line.endswith(b"\n"):
-            said = _parsed(bytes(line), *_SAID)
-            if said is None:  # not one of ours: whatever probes ports
+            said = _parsed(bytes(line), _SAID)
+            if said is None or not _possible(said):  # not one of ours: whatever probes ports
                 self._drop(link, selector)
             elif said["group"] != self._group.name:
                 here, there = (
@@ -161,7 +162,7 @@ def _ask(group: Group, mine: dict[str, Any], timeout_secs: float) -> str | None:
                 _send(link, mine)
                 # Process 0 may have come just now, and waits for its own time.
                 link.settimeout(timeout_secs + _REMIND_SECS)
-                answer = _parsed(link.makefile("rb").readline(_MOST_BYTES), "problem")
+                answer = _parsed(link.makefile("rb").readline(_MOST_BYTES), _ANSWER)
             if answer is not None:
                 return answer["problem"]
             last = "what is there closed the connection or is no process of ours"
@@ -200,12 +201,20 @@ def _send(link: socket.socket, message: dict[str, Any]) -> None:
         pass  # it is gone; who waits for it says so
 
 
-def _parsed(line: bytes, *keys: str) -> dict[str, Any] | None:
+def _parsed(line: bytes, kinds: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The line's values of these types; None: it is another program's, which may send anything."""
     try:
         found = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) and found.keys() >= set(keys) else None
+    if not isinstance(found, dict) or not found.keys() >= kinds.keys():
+        return None
+    right = all(isinstance(found[k], kind) and not isinstance(found[k], bool) for k, kind in kinds.items())
+    return found if right else None
+
+
+def _possible(said: Mapping[str, Any]) -> bool:
+    return 0 < said["index"] < said["count"] and all(isinstance(v, str) for v in said["facts"].values())
 
 
 def _differences(came: Mapping[int, dict[str, Any]]) -> str | None:
