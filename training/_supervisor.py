@@ -9,13 +9,16 @@ Requests (each is answered): start, send, rate, signal. Events: line, failed, ex
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import selectors
 import signal
 import socket
+import struct
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -222,8 +225,10 @@ class Supervisor:
         worker.code = code = status if status >= 0 else 128 - status
         worker.signal(signal.SIGKILL)  # what it left behind
         for fd in list(worker.streams):
-            while self._read(worker, fd):
-                pass
+            # Only what it wrote itself: a daemon that left its process group may write without end.
+            for _ in range(_waiting_bytes(fd) // _CHUNK_BYTES + 1):
+                if not self._read(worker, fd):
+                    break
             if fd in worker.streams:  # somebody else holds it open
                 for text in worker.streams[fd][1].end():
                     self._tell(event="line", worker=worker.number, stream=worker.streams[fd][0], text=text)
@@ -256,6 +261,11 @@ class Supervisor:
         self._workers.clear()
         self._kill_at = None
         self._tell(event="exit", code=code)
+
+
+def _waiting_bytes(fd: int) -> int:
+    """How much a pipe holds."""
+    return struct.unpack("i", fcntl.ioctl(fd, termios.FIONREAD, bytes(4)))[0]
 
 
 def main() -> NoReturn:

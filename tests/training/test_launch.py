@@ -182,6 +182,19 @@ def test_a_daemon_ends_with_the_command(why_not, marker):
         assert_gone(marker)
 
 
+def test_a_daemon_that_writes_without_pause_holds_up_nothing(loopback, marker):
+    """Its pipe is never empty and never closed; once it is closed, `yes` ends with its next write."""
+    lines = []
+    with Cluster(1, loopback=loopback) as cluster:
+        cluster.start(
+            ["bash", "-c", "setsid yes & sleep 0.1; echo last; exit 0"],
+            environment={marker: "1"},
+            on_line=lambda worker, text: lines.append(text),
+        )
+        assert cluster.wait(20) == 0
+        assert sum(text.endswith("last") for text in lines) == 1  # perhaps in the middle of a write of `yes`
+
+
 def test_input_reaches_one_or_all_and_commands_follow_each_other(marker, loopback):
     """More than a pipe holds, too, while the worker does not read."""
     with Cluster(2, loopback=loopback) as cluster:
