@@ -23,6 +23,7 @@ _MOST_BYTES = 1 << 20  # of a line; settings and versions take a few KB
 _REMIND_SECS = 30.0
 _RETRY_SECS = 0.2
 _SEND_SECS = 10.0
+_LINGER_SECS = 10.0  # for those that come after process 0 has found what is wrong
 _MOST_SHOWN = 8  # processes or differences in a message
 _MOST_CHARACTERS = 100  # of a value in a message
 
@@ -51,18 +52,20 @@ class _First:
         self._lines: dict[socket.socket, bytearray] = {}
         self._index_of: dict[socket.socket, int] = {}
         self._problem: str | None = None
+        self._told: set[int] = set()
+        self._count = group.count  # or the most that any process gives
 
     def wait(self, timeout_secs: float) -> str | None:
         """What is wrong; None: all are there and alike."""
         group, began = self._group, time.monotonic()
-        reminder = began + _REMIND_SECS
+        reminder, in_time = began + _REMIND_SECS, True
         with _listener(group) as listener, selectors.DefaultSelector() as selector:
             selector.register(listener, selectors.EVENT_READ, lambda _: self._accept(listener, selector))
             try:
                 while len(self._came) < group.count and self._problem is None:
                     now = time.monotonic()
                     if now >= began + timeout_secs:
-                        self._problem = self._missing(timeout_secs)
+                        self._problem, in_time = self._missing(timeout_secs), False
                         break
                     if now >= reminder:
                         reminder = now + _REMIND_SECS
@@ -71,12 +74,26 @@ class _First:
                         key.data(key.fileobj)
                 different = _differences(self._came) if len(self._came) > 1 else None
                 self._problem = "\n".join(filter(None, (self._problem, different))) or None
-                for link in self._index_of:
-                    _send(link, {"problem": self._problem})
+                self._answer(selector)
+                if in_time:
+                    self._linger(selector, time.monotonic() + min(timeout_secs, _LINGER_SECS))
             finally:
                 for link in list(self._lines):
                     link.close()
         return self._problem
+
+    def _answer(self, selector: selectors.BaseSelector) -> None:
+        for link in list(self._index_of):
+            _send(link, {"problem": self._problem})
+            self._told.add(self._index_of[link])
+            self._drop(link, selector)
+
+    def _linger(self, selector: selectors.BaseSelector, until: float) -> None:
+        """Tells those that are not there yet; they would find nobody, and say that process 0 did not come."""
+        while len(self._told) < self._count - 1 and (left := until - time.monotonic()) > 0:
+            for key, _ in selector.select(left):
+                key.data(key.fileobj)
+            self._answer(selector)
 
     def _accept(self, listener: socket.socket, selector: selectors.BaseSelector) -> None:
         try:
@@ -98,7 +115,7 @@ class _First:
         line += received
         if link in self._index_of:
             if not received:  # it ended while it waited, and may be started again
-                del self._came[self._index_of[link]]
+                self._came.pop(self._index_of[link], None)
                 self._drop(link, selector)
         elif not received or len(line) > _MOST_BYTES:
             self._drop(link, selector)
@@ -120,6 +137,9 @@ class _First:
         index, count, before = said["index"], said["count"], self._came.get(said["index"])
         who = f"{said['host']} pid {said['pid']}"
         self._index_of[link] = index
+        self._count = max(self._count, count)
+        if self._problem is not None:
+            return  # all are told the first
         if count != self._group.count:
             self._problem = (
                 f"all processes must give the same number of processes, got {self._group.count} in process 0 and {count} in "

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import socket
 import threading
 import time
@@ -127,7 +128,7 @@ def test_flags_are_taken_from_a_command_line():
         take_flags(["--start-timeout", "0"])
 
 
-def met(*members, secs=30.0):
+def met(*members, secs=30.0, apart_secs=0.0):
     """What each of the members (index, facts, changes of its group) is told, all in threads of this process."""
     port = free_port()
     found = [None] * len(members)
@@ -145,6 +146,7 @@ def met(*members, secs=30.0):
     ]
     for thread in threads:
         thread.start()
+        time.sleep(apart_secs)
     for thread in threads:
         thread.join(60)
     assert not any(thread.is_alive() for thread in threads)
@@ -196,12 +198,22 @@ def test_a_late_process_0_still_waits_its_own_time():
     assert found[0] == found[1] and found[0].startswith("process 2 of 3 did not come")
 
 
-def test_numbers_that_cannot_be_are_told_at_once():
-    found = met((0, SAME, {}), (1, SAME, {}), (1, SAME, {}))
-    assert "each process must have an index of its own, got 1 twice" in found[0]
-    assert found[0] in found[1:]  # the third came and went, or finds nobody
-    found = met((0, SAME, {}), (1, SAME, {"count": 3}))
-    assert found[0] == found[1] and "got 2 in process 0 and 3 in process 1 (" in found[0]
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (({}, {}), "^each process must have an index of its own, got 1 twice: .* 0 to 2[.]"),
+        (({"count": 4}, {}), "^all processes must give the same number .* got 3 in process 0 and 4 in process 1 "),
+    ],
+)  # fmt: skip
+def test_numbers_that_cannot_be_are_told_to_all(changes, message):
+    """Also to a process that comes after process 0 has found them."""
+    one, two = ({"count": 3} | own for own in changes)
+    members = (0, SAME, {"count": 3}), (1, SAME, one), (1, SAME, two), (2, SAME, {"count": 3})
+    found = met(*members, secs=3.0, apart_secs=0.3)
+    assert found == [found[0]] * 4 and re.search(message, found[0]), found
+    # Who never comes is not waited for.
+    found = met((0, SAME, {}), (1, SAME, {"count": 9}), secs=1.0)
+    assert found[0] == found[1] and "got 2 in process 0 and 9 in process 1 (" in found[0]
 
 
 def test_strangers_do_not_disturb():
