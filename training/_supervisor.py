@@ -96,10 +96,10 @@ class Supervisor:
             self.end()
         *lines, self._requests = (self._requests + data).split(b"\n")
         for line in lines:
-            request = json.loads(line)
             try:
+                request = json.loads(line)
                 getattr(self, f"_do_{request.pop('do')}")(**request)
-            except (OSError, ValueError, subprocess.SubprocessError) as error:
+            except Exception as error:  # a wrong request ends no worker
                 self._tell(answer="error", text=str(error))
             else:
                 self._tell(answer="done")
@@ -130,7 +130,7 @@ class Supervisor:
                     self._selector.register(fd, selectors.EVENT_READ, worker)
                 if process.stdin is not None:
                     os.set_blocking(process.stdin.fileno(), False)
-        except (OSError, subprocess.SubprocessError):
+        except Exception:
             for worker in self._workers.values():
                 worker.signal(signal.SIGKILL)
                 worker.process.wait()

@@ -104,8 +104,7 @@ class Cluster:
         Raises:
           ValueError: the command cannot be run, or the last one still runs.
         """
-        if not command:
-            raise ValueError("command must name a program, got nothing. Give the program and its arguments.")
+        _check_strings(command, environment)
         host, port = (address(0), 20_000 + self._starts) if self.shaped else ("127.0.0.1", _free_port())
         base = {"PYTHONUNBUFFERED": "1", **os.environ, **environment}
         base |= {"JAX_COORDINATOR_ADDRESS": f"{host}:{port}", "JAX_NUM_PROCESSES": str(self.workers)}
@@ -236,6 +235,20 @@ class Cluster:
             if self._code is None:
                 self._code, self._problem, self._running = code, self._problem or problem, False
             self._ended.notify_all()
+
+
+def _check_strings(command: Any, environment: Any) -> None:
+    if isinstance(command, (str, bytes)) or not all(isinstance(part, str) for part in command):
+        raise ValueError(
+            f"command must be a list of strings, got {command!r}. Give the program and each argument by itself."
+        )
+    if not command:
+        raise ValueError("command must name a program, got nothing. Give the program and its arguments.")
+    for name, value in environment.items():
+        if not (isinstance(name, str) and isinstance(value, str)):
+            raise ValueError(
+                f"environment must map strings to strings, got {name!r}: {value!r}. Write numbers as text."
+            )
 
 
 def _free_port() -> int:

@@ -292,9 +292,15 @@ def test_wrong_use(loopback):
         for command, message in (
             ([], "got nothing"),
             (["/no/such/program"], "got '/no/such/program': .*No such file"),
+            ("echo hi", "list of strings, got 'echo hi'"),
+            (["echo", 3], r"list of strings, got \['echo', 3\]"),
         ):
             with pytest.raises(ValueError, match=f"command must .*{message}"):
                 cluster.start(command)
+        with pytest.raises(ValueError, match="environment must map strings to strings, got 'A': 1"):
+            cluster.start(["true"], environment={"A": 1})
+        with pytest.raises(ValueError, match="unexpected keyword"):  # a TypeError of the supervisor
+            cluster._channel.ask(do="send", words="hi")
         with pytest.raises(ValueError, match="must have been started"):
             cluster.wait()
         for act in (lambda: cluster.send("x", worker=2), lambda: cluster.set_bandwidth("1mbit", worker=-1)):
