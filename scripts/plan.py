@@ -82,6 +82,11 @@ def make_plan(config: settings.Config, given: Settings) -> tuple[planning.Plan, 
         )
     if given.workers < 1:
         raise ValueError(f"--workers must be at least 1, got {given.workers}. One worker sends nothing.")
+    most = max(given.workers, *(given.curve_workers if given.curve else ()), 1)
+    if most > planning.MOST_WORKERS:
+        raise ValueError(
+            f"--workers and --curve-workers must be at most {planning.MOST_WORKERS}, got {most}. More would take minutes."
+        )
     measured = [name for name in ("tokens_per_sec", "step_secs") if getattr(given, name) is not None]
     if len(measured) > 1:
         raise ValueError("--tokens-per-sec and --step-secs say the same, got both. Give one.")

@@ -31,9 +31,7 @@ def ring_all_reduce(links: Links, ready: np.ndarray, operand_bytes: float) -> np
 def _around(links: Links, ready: np.ndarray, part_bytes: float) -> np.ndarray:
     source = np.arange(links.workers)
     destination = np.roll(source, -1)
-    for _ in range(links.workers - 1):
-        ready = links.phase(ready, source, destination, part_bytes)
-    return ready
+    return links.phases(ready, source, destination, part_bytes, links.workers - 1)
 
 
 def tree_all_reduce(links: Links, ready: np.ndarray, operand_bytes: float) -> np.ndarray:
@@ -56,6 +54,8 @@ def tree_all_reduce(links: Links, ready: np.ndarray, operand_bytes: float) -> np
 def all_to_all(links: Links, ready: np.ndarray, part_bytes: float) -> np.ndarray:
     """W - 1 phases in which each worker sends `part_bytes` to the worker k places after it, k = 1, 2, .."""
     source = np.arange(links.workers)
+    if links.alike and links.network.duplex and not np.ptp(ready):  # who sends to whom makes no difference
+        return links.phases(ready, source, np.roll(source, -1), part_bytes, links.workers - 1)
     for k in range(1, links.workers):
         ready = links.phase(ready, source, np.roll(source, -k), part_bytes)
     return ready

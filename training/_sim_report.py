@@ -39,10 +39,9 @@ def plan_rows(rows: Sequence[Prediction]) -> list[tuple[str, ...]]:
     ]
 
 
-def curve_rows(curves: Mapping[str, Sequence[Prediction]], workers: Sequence[int]) -> list[tuple[str, ...]]:
-    """Step times in milliseconds by workers; nothing where a curve ends before."""
-    found = {name: [_ms(row.step_secs) for row in rows] for name, rows in curves.items()}
-    return [(name, *texts, *[""] * (len(workers) - len(texts))) for name, texts in found.items()]
+def curve_rows(curves: Mapping[str, Sequence[Prediction]]) -> list[tuple[str, ...]]:
+    """Step times in milliseconds by workers."""
+    return [(name, *(_ms(row.step_secs) for row in rows)) for name, rows in curves.items()]
 
 
 def paper_rows() -> list[tuple[str, ...]]:
@@ -101,9 +100,9 @@ def write_scaling(
         *text,
         "\n".join(markdown(COLUMNS, plan_rows(rows))),
         f"Step in ms by workers, strong scaling: {all_tokens:,} tokens a step of all together.",
-        "\n".join(markdown(columns, curve_rows(strong, workers))),
+        "\n".join(markdown(columns, curve_rows(strong))),
         f"Step in ms by workers, weak scaling: {own_tokens:,.0f} tokens a step of each.",
-        "\n".join(markdown(columns, curve_rows(weak, workers))),
+        "\n".join(markdown(columns, curve_rows(weak))),
     ]
     found: dict[str, Any] = {"command": command, "versions": versions, "plan": [as_dict(r) for r in rows]}
     for kind, curves in (("strong", strong), ("weak", weak)):

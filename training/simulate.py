@@ -21,7 +21,7 @@ import numpy as np
 
 from training._links import MTU_BYTES
 from training._sim_links import Links, Machine, Network, tcp_share
-from training._sim_methods import METHODS, Exchange, Method, exchange_of, method_of
+from training._sim_methods import METHODS, ROUNDS, Exchange, Method, exchange_of, method_of
 from training._sim_run import Run, Segment, run_rounds, run_steps
 
 __all__ = [
@@ -43,7 +43,7 @@ __all__ = [
     "tcp_share",
 ]
 
-_STEPS, _ROUNDS = 3, 16  # simulated; the first tells how long the start takes, the others the long run
+_STEPS = 3  # simulated, as ROUNDS are; the first tells how long the start takes, the others the long run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +114,7 @@ def simulate(
       0.58
     """
     method = method_of(method)
-    exchange = exchange_of(method, params, _checked(workers))
+    exchange = exchange_of(method, params, _checked(workers), ROUNDS if repeats is None else max(repeats, 1))
     return _run(method, exchange, workers, network, machine, local_steps, delay, repeats, record)
 
 
@@ -135,7 +135,7 @@ def _run(
     repeats: int | None = None,
     record: bool = False,
 ) -> Run:
-    repeats = (_ROUNDS if method.in_rounds else _STEPS) if repeats is None else repeats
+    repeats = (ROUNDS if method.in_rounds else _STEPS) if repeats is None else repeats
     if repeats < 1:
         raise ValueError(f"repeats must be at least 1, got {repeats}. None takes enough for the long run.")
     links = Links(network, workers, machine)

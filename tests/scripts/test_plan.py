@@ -106,6 +106,7 @@ def test_curves_are_written(tmp_path, capsys):
     assert set(found["strong"]) == set(planning.CURVES)
     strong, weak = found["strong"]["adams"], found["weak"]["adams"]
     assert [row["workers"] for row in strong] == [4, 8, 16]
+    assert len(found["weak"]["diloco"]) == 3  # no curve ends before the others
     assert strong[0]["compute_secs"] == pytest.approx(4 * strong[2]["compute_secs"])
     assert weak[0]["compute_secs"] == pytest.approx(weak[2]["compute_secs"])
     assert (out / "scaling.png").stat().st_size > 10_000
@@ -143,6 +144,8 @@ def test_predictions_are_held_against_measured_cells(tmp_path, capsys):
         ("--config lama1p8b --workers 4 --bandwidth 1gbit", "Did you mean 'llama1p8b'?"),
         ("--workers 4 --bandwidth 1gb", "a bandwidth must be"),
         ("--workers 4 --bandwidth 1gbit --latency 5m", "a latency must be"),
+        ("--workers 16385 --bandwidth 1gbit", "must be at most 16384, got 16385"),
+        ("--workers 4 --bandwidth 1gbit --curve --curve-workers 4 99999", "must be at most 16384, got 99999"),
         ("--workers 0 --bandwidth 1gbit", "--workers must be at least 1, got 0"),
         ("--workers 4 --bandwidth 1gbit --device gh20", "Did you mean 'gh200'?"),
         ("--workers 4 --bandwidth 1gbit --tokens-per-sec 3 --step-secs 1", "say the same, got both"),

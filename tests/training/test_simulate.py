@@ -56,6 +56,52 @@ def test_collectives_of_equal_workers_take_their_closed_forms(workers):
         assert on.sent_bytes.sum() == pytest.approx(on.received_bytes.sum(), rel=1e-12)
 
 
+@pytest.mark.parametrize("changes", [{}, {"duplex": False}, {"upload_latency_secs": 0.25}])
+@pytest.mark.parametrize(
+    "collective", [collectives.ring_all_reduce, collectives.ring_all_gather, collectives.all_to_all]
+)
+@pytest.mark.parametrize("workers", [2, 3, 6])
+def test_equal_phases_multiplied_are_the_phases_followed(collective, workers, changes):
+    """Workers that begin together have one phase followed; the slow way is that of links that are not all equal."""
+    network = dataclasses.replace(GIGA, **changes)
+    machine = sim.Machine(message_secs=0.125, byte_secs=1e-9)
+    fast, slow = links(workers, network, machine), links(workers, network, machine)
+    slow.alike = False
+    ready = np.full(workers, 3.0)
+    close(collective(fast, ready, 1e9), collective(slow, ready, 1e9))
+    for name in ("sent_bytes", "received_bytes", "own_secs"):
+        close(getattr(fast, name), getattr(slow, name))
+
+
+def test_phases_of_equal_workers_are_not_followed_one_by_one(monkeypatch):
+    """No timing: at 4096 workers a ring's 4095 phases would take a second, in every step of every method."""
+    followed = []
+    phase = sim.Links.phase
+    monkeypatch.setattr(sim.Links, "phase", lambda *a: followed.append(0) or phase(*a))
+    for name in ("adams", "scape_d0.1_index", "diloco"):
+        sim.predict(name, PARAMS, 4096, GIGA, STEP)
+    assert len(followed) < 100
+
+
+@pytest.mark.parametrize("workers", [2, 3, 8, 9])
+@pytest.mark.parametrize("name", ["gasloc_1peer", "gasloc_2peer"])
+def test_the_simulated_graphs_are_those_that_the_library_draws(name, workers):
+    pool = sim.METHODS[name].optimizer.pool(workers)
+    found = sim.exchange_of(sim.METHODS[name], PARAMS, workers, rounds=40).pool
+    for number in range(40):
+        ours, theirs = found.graph(number), pool.graph(number)
+        assert ours.messages == theirs.messages
+        close(ours.matrix(), theirs.matrix())
+
+
+def test_no_graph_is_made_that_no_round_meets_over():
+    """All of them take the library 20 s for 4096 workers."""
+    pairs = sim.exchange_of(sim.METHODS["gasloc_1peer"], PARAMS, 4096).pool
+    assert len(pairs.graphs) == 16 and len(pairs.graphs[0].messages[0]) == 4096
+    everybody = sim.exchange_of(sim.METHODS["diloco"], PARAMS, 4096).pool
+    assert everybody.all_reduce and not everybody.graphs[0].messages
+
+
 def test_latency_and_costs_come_once_a_phase():
     network = dataclasses.replace(GIGA, upload_latency_secs=0.25, download_latency_secs=0.5)
     on = links(4, network, sim.Machine(message_secs=0.125, byte_secs=1e-9))
