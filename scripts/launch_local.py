@@ -31,6 +31,9 @@ def _link(text: str) -> tuple[int, str]:
 
 def main(arguments: list[str] | None = None) -> int:
     assert __doc__
+    if sys.stdout is None or sys.stderr is None:  # the next file opened would take its number
+        print("error: output and errors must be open, got a closed one. Use >/dev/null.", file=sys.stderr)
+        return 2
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -89,9 +92,12 @@ def main(arguments: list[str] | None = None) -> int:
         except (ValueError, RuntimeError) as error:
             print(f"error: {error}", file=sys.stderr)
             return 2 if isinstance(error, ValueError) else 1
-        except BrokenPipeError:  # piped into head
+        except OSError as error:  # of a worker's line that could not be printed, above all
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it at exit
-            return 128 + signal.SIGPIPE
+            if isinstance(error, BrokenPipeError):  # piped into head
+                return 128 + signal.SIGPIPE
+            print(f"error: the workers were ended: {error}", file=sys.stderr)
+            return 1
 
 
 if __name__ == "__main__":

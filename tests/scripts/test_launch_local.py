@@ -118,6 +118,34 @@ def test_a_reader_that_leaves_ends_all(trace):
         assert launcher.wait(20) == 128 + signal.SIGPIPE
 
 
+@pytest.mark.parametrize(
+    ("redirection", "exit_code", "message"),
+    [
+        (">&-", 2, "error: output and errors must be open, got a closed one"),
+        ("2>&-", 2, ""),
+        ("> /dev/full", 1, "error: the workers were ended: .*No space left"),
+    ],
+)
+def test_output_that_cannot_be_written_is_an_error(trace, redirection, exit_code, message):
+    command = [
+        "sh",
+        "-c",
+        f'exec "$@" {redirection}',
+        "sh",
+        *SCRIPT,
+        "--loopback",
+        "--workers",
+        "1",
+        "--",
+        "echo",
+        "x",
+    ]
+    done = subprocess.run(command, env=trace.environment, capture_output=True, text=True, timeout=60)
+    errors = [line for line in done.stderr.splitlines() if not line.startswith("1 workers on plain")]
+    assert done.returncode == exit_code and len(errors) == bool(message), done.stderr
+    assert re.match(message, "".join(errors))
+
+
 # Ignores what can be ignored and has a process of its own in the background.
 STUBBORN = ["sh", "-c", "trap '' TERM INT HUP; sleep 1000 & echo ready; sleep 1000"]
 
