@@ -2,7 +2,8 @@
 
 JAX's own service cannot do this: its start waits until every process is there, and at the end of the wait it aborts the
 process without naming anyone. So process 0 first listens here, at the address that JAX's service takes next. Each of the
-others sends it one line of JSON and gets one back: nothing, or what is wrong, the same text for all.
+others sends it one line of JSON and gets two back: at once, that this is process 0; when all are there, nothing or what is
+wrong, the same text for all.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 from training._group import Group
 
 _SAID = {"group": str, "count": int, "index": int, "host": str, "pid": int, "facts": dict}
+_WELCOME = {"wait": str}
 _ANSWER = {"problem": str | None}
 _MOST_BYTES = 1 << 20  # of a line; settings and versions take a few KB
 _REMIND_SECS = 30.0
@@ -152,6 +154,8 @@ class _First:
             )
         else:
             self._came[index] = said
+            _send(link, {"wait": self._group.name})
+            link.setblocking(False)
 
     def _drop(self, link: socket.socket, selector: selectors.BaseSelector) -> None:
         selector.unregister(link)
@@ -180,12 +184,19 @@ def _ask(group: Group, mine: dict[str, Any], timeout_secs: float) -> str | None:
         try:
             with socket.create_connection((host.strip("[]"), int(port)), min(left, _SEND_SECS)) as link:
                 _send(link, mine)
-                # Process 0 may have come just now, and waits for its own time.
-                link.settimeout(timeout_secs + _REMIND_SECS)
-                answer = _parsed(link.makefile("rb").readline(_MOST_BYTES), _ANSWER)
+                link.settimeout(max(0.01, deadline - time.monotonic()))
+                with link.makefile("rb") as lines:
+                    line = lines.readline(_MOST_BYTES)
+                    if _parsed(line, _WELCOME):
+                        # Process 0 may have come just now, and waits for its own time.
+                        link.settimeout(timeout_secs + _REMIND_SECS)
+                        line = lines.readline(_MOST_BYTES)
+                answer = _parsed(line, _ANSWER)
             if answer is not None:
                 return answer["problem"]
             last = "what is there closed the connection or is no process of ours"
+        except TimeoutError:
+            last = "timed out; a firewall or another program may be there"
         except OSError as error:
             last = str(error)
         time.sleep(min(_RETRY_SECS, max(0.0, deadline - time.monotonic())))

@@ -128,9 +128,9 @@ def test_flags_are_taken_from_a_command_line():
         take_flags(["--start-timeout", "0"])
 
 
-def met(*members, secs=30.0, apart_secs=0.0):
+def met(*members, secs=30.0, apart_secs=0.0, port=None, within_secs=60):
     """What each of the members (index, facts, changes of its group) is told, all in threads of this process."""
-    port = free_port()
+    port = port or free_port()
     found = [None] * len(members)
 
     def run(number, index, facts, changes):
@@ -148,7 +148,7 @@ def met(*members, secs=30.0, apart_secs=0.0):
         thread.start()
         time.sleep(apart_secs)
     for thread in threads:
-        thread.join(60)
+        thread.join(within_secs)
     assert not any(thread.is_alive() for thread in threads)
     return found
 
@@ -264,6 +264,13 @@ def reached(port):
             return socket.create_connection(("127.0.0.1", port), 30)
         time.sleep(0.05)
     raise AssertionError("nobody listens")
+
+
+def test_a_silent_program_at_the_port_is_not_waited_for():
+    """Only process 0, which says at once that it is there, may take longer than the others' own time."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        (found,) = met((1, SAME, {"count": 2}), secs=0.5, port=silent.getsockname()[1], within_secs=15)
+    assert "did not come within 0.5 s" in found and "another program may be there" in found
 
 
 def test_a_taken_port_is_named():
