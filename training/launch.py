@@ -6,7 +6,8 @@
 
 Every worker stands in network, host-name and mount namespaces of its own, joined by a bridge; `tc` lets its interface `net0`
 send and receive no faster than its bandwidth. The namespaces have no names and no files: the kernel removes them with the
-last process in them, and all processes end with the one that made the Cluster. Imports no JAX.
+last process in them, and all processes end with the one that made the Cluster; on plain loopback one that left its worker's
+session (setsid) may stay. Imports no JAX.
 """
 
 from __future__ import annotations
@@ -258,6 +259,11 @@ def _free_port() -> int:
 
 
 def _failure(worker: int, status: int) -> str:
+    if status - 128 in (
+        signal.SIGINT,
+        signal.SIGTERM,
+    ):  # it was asked to leave, and did, but not by the launcher
+        return f"worker {worker} left with exit code {status} ({signal.Signals(status - 128).name})"
     if status >= 0:
         return f"worker {worker} failed with exit code {status}"
     try:

@@ -143,6 +143,11 @@ def test_a_worker_that_is_killed_is_a_failure(run, loopback):
     assert (exit_code, failure) == (137, "worker 0 was ended by SIGKILL")
 
 
+def test_a_worker_that_leaves_after_a_signal_of_its_own_is_no_failure_in_words(run):
+    exit_code, _, failure = run("sys.exit(143) if me == 0 else time.sleep(60)", True)
+    assert (exit_code, failure) == (143, "worker 0 left with exit code 143 (SIGTERM)")
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_reaches_all_once_and_disturbs_none_that_saves(run, loopback, number):
     """Worker 0 leaves at once; worker 1 still writes then, and a second signal would end it."""
