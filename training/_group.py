@@ -16,6 +16,9 @@ PORT = "JAX_COORDINATOR_PORT"
 # What srun sets for each task; a batch script has no list of a step's nodes.
 _SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
 _MPI = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("SIZE", "RANK", "LOCAL_RANK", "LOCAL_SIZE"))
+_NODES = re.compile(
+    r"PART(,PART)*".replace("PART", r"([^][,\s]|\[RANGE(,RANGE)*\])+").replace("RANGE", r"[0-9]+(-[0-9]+)?")
+)
 _POD_INDEX = "JOB_COMPLETION_INDEX"
 # Above what Linux gives out by itself (32768..60999), so that a derived port is rarely taken.
 _FIRST_PORT, _PORTS = 61440, 4096
@@ -187,12 +190,23 @@ def hosts_of(nodes: str) -> tuple[str, ...]:
     ('a', 'n01-ib', 'n02-ib', 'n03-ib', 'n7-ib')
     """
     found: list[str] = []
+    if not _NODES.fullmatch(nodes):
+        raise ValueError(_no_list(nodes))
     for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", nodes):
         names = [""]
         for text, numbers in re.findall(r"([^\[]+)|\[([^\]]*)\]", part):
             names = [name + end for name in names for end in ([text] if text else _numbers(numbers))]
+        if not names:  # a range that goes down
+            raise ValueError(_no_list(nodes))
         found += names
     return tuple(found)
+
+
+def _no_list(nodes: str) -> str:
+    return (
+        f"SLURM_STEP_NODELIST must list the step's nodes as in n[01-03,7],m1, got {nodes!r}. Leave it as srun sets it, or "
+        "give --coordinator, --processes and --process, which win over it."
+    )
 
 
 def _numbers(text: str) -> list[str]:

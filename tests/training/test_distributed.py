@@ -109,6 +109,15 @@ def test_node_lists():
     assert describe(SLURM | {"SLURM_STEP_NODELIST": "n[1-2]"}).hosts == ()  # who is where is not said
 
 
+@pytest.mark.parametrize(
+    "nodes", ["", " ", ",", "n1,", "n[01-", "n[01-]", "n[]", "m[a-b]", "n[3-1]", "n1]", "n[1[2]]"]
+)
+def test_what_is_no_node_list_is_named(nodes):
+    message = f"^SLURM_STEP_NODELIST must list the step's nodes .*, got {re.escape(repr(nodes))}. Leave it"
+    with pytest.raises(ValueError, match=message):
+        describe(SLURM | {"SLURM_STEP_NODELIST": nodes})
+
+
 def test_two_jobs_and_two_steps_on_a_node_take_two_ports():
     ports = {
         told(SLURM | {"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": step})[0]
