@@ -1,11 +1,13 @@
 """Runs a command in several workers on this machine, each with a link of its own of a known speed.
 
-    python scripts/launch_local.py --workers 2 --bandwidth 100mbit -- python scripts/pretrain.py --config gasloc-demo
+    python scripts/launch_local.py --workers 2 --bandwidth 100mbit -- \\
+        python scripts/pretrain.py --config gasloc-demo --run.steps 60
     python scripts/launch_local.py --workers 4 --link 3=10mbit -- python -c "import socket; print(socket.gethostname())"
 
 Output comes with the worker's number before each line. The first worker that fails ends all, and its exit code is the
 launcher's. Ctrl-C and SIGTERM are passed on to the workers; a second one ends them at once. However it ends, nothing is left
-behind. Where links cannot be shaped (no Linux, no iproute2, no permission) it says so, and the workers use plain loopback.
+behind. Where links cannot be shaped (no Linux, no iproute2, no permission) it says so, and the workers use plain loopback; a
+process that left its worker's session (setsid) may then stay.
 """
 
 from __future__ import annotations
