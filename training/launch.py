@@ -259,10 +259,7 @@ def _free_port() -> int:
 
 
 def _failure(worker: int, status: int) -> str:
-    if status - 128 in (
-        signal.SIGINT,
-        signal.SIGTERM,
-    ):  # it was asked to leave, and did, but not by the launcher
+    if status - 128 in (signal.SIGINT, signal.SIGTERM):  # asked to leave by somebody else, and did
         return f"worker {worker} left with exit code {status} ({signal.Signals(status - 128).name})"
     if status >= 0:
         return f"worker {worker} failed with exit code {status}"
