@@ -19,6 +19,7 @@ _MPI = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("SIZE", "RANK", "LOCAL_RANK"
 _NODES = re.compile(
     r"PART(,PART)*".replace("PART", r"([^][,\s]|\[RANGE(,RANGE)*\])+").replace("RANGE", r"[0-9]+(-[0-9]+)?")
 )
+_HOST = re.compile(r"\[[0-9A-Fa-f:.]+(%\w+)?\]|[^][\s:/@]+")
 _POD_INDEX = "JOB_COMPLETION_INDEX"
 # Above what Linux gives out by itself (32768..60999), so that a derived port is rarely taken.
 _FIRST_PORT, _PORTS = 61440, 4096
@@ -138,9 +139,10 @@ def _in_part(found: tuple, by_flags: Mapping, variables: Mapping, launcher: _Lau
 def _check(address: tuple, count: tuple, index: tuple) -> None:
     name, value = address
     host, _, port = value.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+    if not _HOST.fullmatch(host) or not port.isdecimal() or not 0 < int(port) < 65536:
         raise ValueError(
-            f"{name or 'the address'} must be the host and a free port of process 0, got {value!r}. Write host:port."
+            f"{name or 'the address'} must be the host and a free port of process 0, got {value!r}. Write host:port alone, "
+            "an IPv6 address in brackets: [::1]:12345."
         )
     if count[1] < 1 or not 0 <= index[1] < count[1]:
         raise ValueError(
