@@ -269,6 +269,8 @@ def _differences(came: Mapping[int, dict[str, Any]]) -> str | None:
 
 
 def _short(value: str) -> str:
+    if value.strip() != value or not value:
+        value = repr(value)  # so that it can be seen
     return value if len(value) <= _MOST_CHARACTERS else value[: _MOST_CHARACTERS - 3] + "..."
 
 

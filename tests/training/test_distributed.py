@@ -184,6 +184,14 @@ def test_all_are_told_the_same_differences():
     assert f"Processes: 0 on {socket.gethostname()}, 1 on" in one
 
 
+def test_values_that_cannot_be_seen_are_quoted():
+    one, two = met((0, {"name": "", "jax": "1"}, {}), (1, {"name": "a b", "jax": " 1"}, {}))
+    assert (
+        one == two
+        and "\n  name: '' in process 0, a b in process 1\n  jax: 1 in process 0, ' 1' in process 1\n" in one
+    )
+
+
 def test_those_that_are_there_name_those_that_are_not():
     hosts = {"count": 4, "hosts": ("a", "b", "c", "d")}
     one, two = met((0, SAME, hosts), (2, SAME, hosts), secs=1.0)
