@@ -20,6 +20,7 @@ import pathlib
 import shlex
 import sys
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import tyro
 from rich import box
@@ -135,13 +136,29 @@ def make_plan(config: settings.Config, given: Settings) -> tuple[planning.Plan, 
 
 def measured_rows(path: pathlib.Path) -> list[tuple[str, ...]]:
     """Each cell of bench_comm.py beside its prediction, and how many are within the goal."""
+    wanted = "--measured must be a comm.json of scripts/bench_comm.py"
     if not path.is_file():
+        raise ValueError(f"{wanted}, got {path}, which is not there.")
+    try:
+        held = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError) as error:  # also bytes that are no text
+        raise ValueError(f"{wanted}, got {path}, which is no JSON: {error}.") from error
+    held = held if isinstance(held, dict) else {}
+    cells, given = held.get("cells"), held.get("settings")
+    million: Any
+    workers: Any
+    million, workers = (given.get(k) for k in ("million", "workers")) if isinstance(given, dict) else (0, 0)
+    known = (
+        isinstance(million, int | float) and 0 < million < 1e9 and isinstance(workers, int) and workers > 1
+    )
+    if not (known and isinstance(cells, list) and cells and all(isinstance(cell, dict) for cell in cells)):
         raise ValueError(
-            f"--measured must be a comm.json of scripts/bench_comm.py, got {path}, which is not there."
+            f"{wanted}, got {path}, which lacks settings with million > 0 and workers >= 2, or cells. Run it first."
         )
-    held = json.loads(path.read_text())
-    params = models.abstract_params(model(held["settings"]["million"]))
-    return report.measured_rows(compare(held["cells"], params, held["settings"]["workers"]))
+    try:
+        return report.measured_rows(compare(cells, models.abstract_params(model(million)), workers))
+    except ValueError as error:
+        raise ValueError(f"{wanted}, got {path}: {error}") from error
 
 
 def show(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], console: Console) -> None:

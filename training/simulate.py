@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -239,7 +240,10 @@ def compare(
             raise ValueError(
                 f"a cell must hold {', '.join(_CELL)}, lacks {', '.join(missing)}: {dict(cell)}."
             )
-        method = method_of(cell["method"])
+        for key in _CELL[1:]:
+            if isinstance(cell[key], bool) or not isinstance(cell[key], numbers.Real):
+                raise ValueError(f"{key} of a cell must be a number, got {cell[key]!r}: {dict(cell)}.")
+        method = method_of(str(cell["method"]))
         sent, measured_bytes = exchange_of(method, params, workers).sent_bytes, float(cell["bytes_per_step"])
         if not (math.isfinite(cell["step_secs"]) and cell["step_secs"] > 0):
             raise ValueError(

@@ -136,6 +136,36 @@ def test_predictions_are_held_against_measured_cells(tmp_path, capsys):
     assert "1 of 2 within 15%" in text and "-50%" in text
 
 
+GIVEN = '{"settings": {"million": 0.1, "workers": 4}, "cells": '
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{}", "lacks settings with million > 0 and workers >= 2, or cells"),
+        ("[1]", "lacks settings"),
+        ('{"settings": {"million": "a", "workers": 4}, "cells": [{}]}', "lacks settings"),
+        (GIVEN + "[]}", "lacks settings"),
+        (GIVEN + '[{"method": "adams"}]}', "a cell must hold method"),
+        ("some notes", "which is no JSON"),
+        (b"\xff\xfe", "which is no JSON"),
+        (
+            GIVEN
+            + '[{"method": "adams", "bandwidth": "x", "step_secs": 1, "compute_secs": 1, "update_secs": 1, '
+            '"bytes_per_step": 1}]}',
+            "bandwidth of a cell must be a number, got 'x'",
+        ),
+    ],
+)
+def test_a_file_that_holds_no_cells_is_named_in_a_line(text, message, tmp_path, capsys):
+    file = tmp_path / "x.json"
+    file.write_bytes(text if isinstance(text, bytes) else text.encode())
+    assert plan.main(["--measured", str(file)]) == 2
+    told = capsys.readouterr().err
+    assert message in told and str(file) in told and "comm.json of scripts/bench_comm.py" in told
+    assert told.startswith("error: ") and told.count("\n") == 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
