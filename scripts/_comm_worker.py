@@ -57,12 +57,18 @@ def main(task: Task) -> None:
         vocab_size=config.vocab_size,
     )
     answer(parameters=models.num_params(config), jax=jax.__version__)
+    kept: dict[str, methods.Measured] = {}
     running: methods.Measured | None = None
     for command in commands():
         if "prepare" in command:
-            running = None  # frees its memory
+            running = None
             running = methods.make(command["prepare"], config, mesh, lambda: next(loader), task.local_steps)
+            if command.get("keep"):
+                kept[command["prepare"]] = running
             answer(bytes=running.bytes, steps=running.steps)
+        if "take" in command:
+            running = kept[command["take"]]
+            answer()
         assert running is not None
         if "alone" in command:
             found: dict[str, list[float]] = {"alone": [], "compute": []}
