@@ -2,8 +2,9 @@
 
     count = distributed.join(settings={"density": "0.1"})
 
-All processes meet before JAX starts (`_rendezvous`), so one that is missing or differs is named in every other one, and
-nothing can hang in a collective.
+All processes meet before JAX starts (`_rendezvous`), so one that is missing or differs is named in every other one that
+is there, and nothing can hang in a collective. One that ends between the meeting and JAX's start is not: JAX then aborts the
+others at the end of its own wait.
 """
 
 from __future__ import annotations
