@@ -19,6 +19,7 @@ import json
 import pathlib
 import shlex
 import sys
+import tempfile
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -161,6 +162,22 @@ def measured_rows(path: pathlib.Path) -> list[tuple[str, ...]]:
         raise ValueError(f"{wanted}, got {path}: {error}") from error
 
 
+def check_folder(path: pathlib.Path) -> None:
+    """Makes the folder before anything is computed for it.
+
+    Raises:
+      ValueError: it cannot be made, or nothing can be written into it.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"--out must be a folder that can be made and written, got {path}: {error.strerror}. Use another."
+        ) from error
+
+
 def show(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], console: Console) -> None:
     table = Table(
         title=title,
@@ -205,6 +222,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
             return 0
         plan, assumed = make_plan(config, given)
+        if given.curve:
+            check_folder(given.out)
         methods = planning.alternatives(given.densities, config.model.build().n_layers)
         own, rows = plan.predict_own(), [plan.predict(method) for method in methods]
     except ValueError as error:

@@ -114,6 +114,18 @@ def test_curves_are_written(tmp_path, capsys):
     assert "| method | 4 | 8 | 16 |" in text and "not measured" in text and str(out) in text
 
 
+def test_a_folder_that_cannot_be_made_is_told_before_any_work(tmp_path, capsys):
+    file = tmp_path / "file"
+    file.write_text("mine")
+    for out in (file, file / "below"):
+        arguments = f"--config tiny --workers 4 --bandwidth 1mbit --curve --curve-workers 4 --out {out}"
+        assert plan.main(arguments.split()) == 2
+        shown = capsys.readouterr()
+        assert f"--out must be a folder that can be made and written, got {out}: " in shown.err
+        assert shown.err.count("\n") == 1 and not shown.out
+    assert file.read_text() == "mine"
+
+
 def test_predictions_are_held_against_measured_cells(tmp_path, capsys):
     params = models.abstract_params(plan.model(0.1))
     sent = exchange_of(METHODS["adams"], params, 4).sent_bytes
