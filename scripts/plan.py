@@ -9,16 +9,34 @@ What a worker computes is measured (--tokens-per-sec, --step-secs) or estimated 
 pretrain.py may follow, such as --data.global_batch 512. --curve writes scaling.md, scaling.json and scaling.png; --paper
 adds the published step times of SCAPE beside what is predicted for them from the dense ones. --measured comm.json holds
 predictions against the cells that bench_comm.py measured.
+
+Exit codes: 0 done; 2 wrong settings; 130 after Ctrl-C.
 """
 
+# ruff: noqa: E402  the imports take seconds, in which Ctrl-C too ends with a line
+
 from __future__ import annotations
+
+import os
+import signal
+import sys
+
+INTERRUPTED = 130
+
+if __name__ == "__main__":
+
+    def _interrupted(number: int, frame: object) -> None:
+        # Not by an exception, which a module that is being imported may catch or tell in its own words.
+        os.write(2, b"Interrupted.\n")
+        os._exit(INTERRUPTED)
+
+    signal.signal(signal.SIGINT, _interrupted)
 
 import argparse
 import dataclasses
 import json
 import pathlib
 import shlex
-import sys
 import tempfile
 from collections.abc import Iterable, Sequence
 from typing import Any

@@ -1,6 +1,9 @@
 """scripts/plan.py: the plan of a run, its advice, its files, and what it refuses."""
 
 import json
+import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -146,6 +149,24 @@ def test_predictions_are_held_against_measured_cells(tmp_path, capsys):
     assert plan.main(["--measured", str(file)]) == 0
     text = "\n".join(lines(capsys))
     assert "1 of 2 within 15%" in text and "-50%" in text
+
+
+@pytest.mark.parametrize("reached", ["| numpy\n", "| training._sim_report\n"])
+def test_ctrl_c_during_the_imports_is_a_line(reached):
+    """Python tells each module that it has imported, so that the signal comes at a known place."""
+    command = [sys.executable, "-X", "importtime", plan.__file__, *"--workers 4 --bandwidth 1gbit".split()]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            for line in process.stderr:
+                if line.replace(" ", "").endswith(reached.replace(" ", "")):
+                    process.send_signal(signal.SIGINT)
+                    break
+            rest = process.stderr.read()
+        finally:
+            process.kill()
+    assert process.returncode == 130
+    told = [line for line in rest.splitlines() if not line.startswith("import time:")]
+    assert told == ["Interrupted."]
 
 
 GIVEN = '{"settings": {"million": 0.1, "workers": 4}, "cells": '
