@@ -1,10 +1,11 @@
-"""Programs compiled without LLVM's expensive passes and by XLA's older emitters: a third of the time to compile them.
+"""Programs compiled without LLVM's expensive passes, and without XLA's newer emitters: half, a third of the time to compile.
 
 For modules whose many programs run once or twice on a few numbers. What holds for these to the bit or to a tolerance are
 relations of results; the algorithms themselves are tested as users run them, with every optimization: the kernels, and in
 every `test_reference.py` a case at least of each number of workers, codec and selection.
 
-Usage: import the fixture into the module or into a folder's conftest.py.
+Usage: import one of the fixtures into the module or into a folder's conftest.py. Two programs that must agree to the bit
+may not do so with the older emitters, which contract other products and sums: those modules take `quick_compile`.
 """
 
 import contextlib
@@ -19,10 +20,8 @@ from jax._src import compiler
 HAS_OLDER_EMITTERS = jax.__version_info__ < (0, 11)
 OPTION = "xla_cpu_use_fusion_emitters"
 
-# The same for processes that a test starts.
+# What `quick_compile` does, for processes that a test starts.
 ENVIRONMENT = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-if HAS_OLDER_EMITTERS:
-    ENVIRONMENT["XLA_FLAGS"] = f"--{OPTION}=false"
 
 
 def with_older_emitters(get_compile_options: Any) -> Any:
@@ -37,11 +36,11 @@ def with_older_emitters(get_compile_options: Any) -> Any:
 
 
 @contextlib.contextmanager
-def compiled_quickly() -> Iterator[None]:
+def compiled_quickly(older_emitters: bool = HAS_OLDER_EMITTERS) -> Iterator[None]:
     """Holds for every program that is compiled inside, in all threads."""
     jax.config.update("jax_disable_most_optimizations", True)
     with pytest.MonkeyPatch.context() as patch:
-        if HAS_OLDER_EMITTERS:
+        if older_emitters:
             patch.setattr(compiler, "get_compile_options", with_older_emitters(compiler.get_compile_options))
         try:
             yield
@@ -51,5 +50,11 @@ def compiled_quickly() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="module")
 def quick_compile() -> Iterator[None]:
+    with compiled_quickly(older_emitters=False):
+        yield
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quickest_compile() -> Iterator[None]:
     with compiled_quickly():
         yield

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import gasloc_jax as gj
 from tests.gasloc_jax.side_by_side import make_mesh
 from tests.helpers import assert_bit_equal, assert_close
-from tests.quick_compile import quick_compile  # noqa: F401
+from tests.quick_compile import quickest_compile  # noqa: F401
 from tests.scape_jax.contract_table import Run, avals, make_grads, make_params, three_steps
 
 # name -> (axis_name -> transformation)

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import gasloc_jax as gj
 from tests.gasloc_jax.side_by_side import make_batches, make_mesh, make_params
-from tests.quick_compile import quick_compile  # noqa: F401
+from tests.quick_compile import quickest_compile  # noqa: F401
 
 WORKERS, MOST = 4, 3
 NAN, INF = float("nan"), float("inf")

@@ -7,7 +7,7 @@ import pkgutil
 import pytest
 
 import gasloc_jax
-from tests.quick_compile import quick_compile  # noqa: F401
+from tests.quick_compile import quickest_compile  # noqa: F401
 
 MODULES = [m.name for m in pkgutil.iter_modules(gasloc_jax.__path__)]
 

@@ -22,7 +22,7 @@ from tests.gasloc_jax.side_by_side import (
     start_workers,
 )
 from tests.helpers import assert_bit_equal, assert_close
-from tests.quick_compile import quick_compile  # noqa: F401
+from tests.quick_compile import quickest_compile  # noqa: F401
 
 
 def masks(count: int) -> list[dict[str, np.ndarray]]:

@@ -5,7 +5,7 @@ import pytest
 
 import gasloc_jax as gj
 from gasloc_jax.reference import NesterovGossip, NoLoCo, Optax, Sgd
-from tests.quick_compile import quick_compile  # noqa: F401
+from tests.quick_compile import quickest_compile  # noqa: F401
 
 PULL = 0.7
 

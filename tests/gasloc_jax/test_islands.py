@@ -14,7 +14,7 @@ import gasloc_jax as gj
 import scape_jax
 from tests.gasloc_jax.side_by_side import loss_fn, make_batches, make_params, make_round, mesh_of, on_host
 from tests.helpers import assert_bit_equal, assert_close
-from tests.quick_compile import quick_compile  # noqa: F401
+from tests.quick_compile import quickest_compile  # noqa: F401
 
 SCAPE = {"density": 0.25, "block_size": 32, "clip_norm": 1.0}
 

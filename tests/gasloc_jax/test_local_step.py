@@ -11,7 +11,7 @@ import pytest
 import gasloc_jax as gj
 import scape_jax
 from tests.helpers import assert_close
-from tests.quick_compile import quick_compile  # noqa: F401
+from tests.quick_compile import quickest_compile  # noqa: F401
 
 
 def in_parts(count):

@@ -15,7 +15,7 @@ from gasloc_jax._mix import Mixer
 from gasloc_jax._worker_round import with_axis, without_axis
 from tests.gasloc_jax.side_by_side import make_mesh, mesh_of
 from tests.helpers import assert_close
-from tests.quick_compile import quick_compile  # noqa: F401
+from tests.quick_compile import quickest_compile  # noqa: F401
 
 ASYMMETRIC = np.array([[0.5, 0.3, 0.2], [0.2, 0.5, 0.3], [0.3, 0.2, 0.5]])
 TOPOLOGIES = {

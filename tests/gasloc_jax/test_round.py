@@ -22,7 +22,7 @@ from tests.gasloc_jax.side_by_side import (
     on_host,
 )
 from tests.helpers import assert_bit_equal, assert_close
-from tests.quick_compile import quick_compile  # noqa: F401
+from tests.quick_compile import quickest_compile  # noqa: F401
 
 WORKERS, MOST = 4, 3
 

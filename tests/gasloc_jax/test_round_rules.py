@@ -11,7 +11,7 @@ import pytest
 import gasloc_jax as gj
 from tests.gasloc_jax.side_by_side import loss_fn, make_batches, make_mesh, make_params, make_round, on_host
 from tests.helpers import assert_close
-from tests.quick_compile import quick_compile  # noqa: F401
+from tests.quick_compile import quickest_compile  # noqa: F401
 
 WORKERS, MOST = 4, 3
 

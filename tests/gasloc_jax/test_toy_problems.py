@@ -8,7 +8,7 @@ import pytest
 
 import gasloc_jax as gj
 from tests.gasloc_jax.side_by_side import make_mesh
-from tests.quick_compile import quick_compile  # noqa: F401
+from tests.quick_compile import quickest_compile  # noqa: F401
 from tests.scape_jax.test_toy_problems import initial_params, logistic_minimum, problems
 
 ROUNDS, STEPS = 300, 5

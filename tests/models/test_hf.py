@@ -15,7 +15,7 @@ import models
 from tests.helpers import assert_bit_equal
 from tests.models import reference_numpy as reference
 from tests.models.random_models import random_params, random_tokens
-from tests.quick_compile import quick_compile  # noqa: F401
+from tests.quick_compile import quickest_compile  # noqa: F401
 
 LLAMA = models.preset("tiny")
 TIED = dataclasses.replace(LLAMA, tied_head=True)

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import scape_jax
 from tests.helpers import assert_bit_equal, make_mesh
-from tests.quick_compile import quick_compile  # noqa: F401
+from tests.quick_compile import quickest_compile  # noqa: F401
 from tests.scape_jax.contract_table import COMMUNICATING, SCAPE, make_params
 
 WORKERS = 4

@@ -13,7 +13,7 @@ import pytest
 
 import scape_jax
 from tests.helpers import assert_bit_equal, make_mesh
-from tests.quick_compile import quick_compile  # noqa: F401
+from tests.quick_compile import quickest_compile  # noqa: F401
 from tests.scape_jax.contract_table import SCAPE, make_params
 from tests.scape_jax.test_train_step import FINAL, WARMUP, WORKERS, batch_of, loss_fn, on_host, warm_run
 

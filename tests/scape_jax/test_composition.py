@@ -15,7 +15,7 @@ from flax import nnx
 
 import scape_jax
 from tests.helpers import assert_bit_equal, assert_close
-from tests.quick_compile import quick_compile  # noqa: F401
+from tests.quick_compile import quickest_compile  # noqa: F401
 from tests.scape_jax.contract_table import SCAPE, make_grads, make_params
 
 

@@ -19,7 +19,7 @@ from pallas_kernels import _dispatch
 from scape_jax import _kernel_step
 from tests.helpers import assert_bit_equal, assert_close, make_mesh
 from tests.pallas_kernels.triton_on_cpu import needs_triton
-from tests.quick_compile import quick_compile  # noqa: F401
+from tests.quick_compile import quickest_compile  # noqa: F401
 from tests.scape_jax.side_by_side import (
     BLOCK,
     SHAPES,

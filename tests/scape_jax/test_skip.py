@@ -10,7 +10,7 @@ import pytest
 
 import scape_jax
 from tests.helpers import assert_bit_equal, assert_close
-from tests.quick_compile import quick_compile  # noqa: F401
+from tests.quick_compile import quickest_compile  # noqa: F401
 from tests.scape_jax.side_by_side import (
     make_batches,
     make_params,

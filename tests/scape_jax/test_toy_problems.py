@@ -14,7 +14,7 @@ import pytest
 from jax.flatten_util import ravel_pytree
 
 import scape_jax
-from tests.quick_compile import quick_compile  # noqa: F401
+from tests.quick_compile import quickest_compile  # noqa: F401
 
 STEPS = 1500
 RATE = optax.cosine_decay_schedule(0.05, STEPS)

@@ -17,7 +17,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import scape_jax
 from tests.helpers import assert_bit_equal, assert_close, make_mesh
-from tests.quick_compile import quick_compile  # noqa: F401
+from tests.quick_compile import quickest_compile  # noqa: F401
 from tests.scape_jax.contract_table import SCAPE, avals, make_params
 
 WORKERS, STEPS, WARMUP = 4, 10, 2
