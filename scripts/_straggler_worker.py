@@ -1,7 +1,7 @@
 """One worker of bench_straggler.py: trains in rounds by one method, and notes when it computed and when it waited.
 
-    {"prepare": METHOD}                             -> {"bytes": that a worker sends in a round}
-    {"train": METHOD, "rounds": n, "folder": path}  -> {"rounds": [[start, steps done, exchange done, steps]]}
+    {"prepare": METHOD}                           -> {"bytes": that a worker sends in a round}
+    {"rounds": n, "folder": path}                 -> {"rounds": [[start, steps done, exchange done, steps]]}
 
 The times are this worker's, on the clock that all processes of a machine share. Its parameters after every few rounds go to
 the folder, so that looking at the model costs the run nothing.
@@ -120,19 +120,22 @@ class Trainer:
 
 def main(task: Task) -> None:
     join()
-    made: dict[str, Trainer] = {}
+    trainer: Trainer | None = None
     answer(parameters=models.num_params(model()), jax=jax.__version__)
     for command in commands():
-        name = command.get("prepare") or command["train"]
         if "prepare" in command:
-            made = {name: Trainer(task, name)}  # frees the last one
-            state = made[name].round.init(made[name].params)
+            if trainer is not None:
+                trainer.loader.close()
+            trainer = None  # frees the last one
+            trainer = Trainer(task, command["prepare"])
+            state = trainer.round.init(trainer.params)
             for _ in range(8):  # compiles, and lets all pairs meet
-                state, _ = made[name].one(state, [1] * jax.process_count())
-            answer(bytes=made[name].round.wire_bytes(made[name].params))
+                state, _ = trainer.one(state, [1] * jax.process_count())
+            answer(bytes=trainer.round.wire_bytes(trainer.params))
         else:
-            answer(rounds=made[name].run(command["rounds"], pathlib.Path(command["folder"])))
-    for trainer in made.values():
+            assert trainer is not None
+            answer(rounds=trainer.run(command["rounds"], pathlib.Path(command["folder"])))
+    if trainer is not None:
         trainer.loader.close()
 
 

@@ -13,12 +13,8 @@ its ideal, bytes within 5 % of the closed form.
 """
 
 import dataclasses
-import json
-import os
 import pathlib
-import platform
 import statistics
-import sys
 import time
 from typing import Any
 
@@ -26,10 +22,9 @@ import tyro
 from rich.console import Console
 
 from scripts import _comm_report as report
+from scripts import _link_bench as bench
 from scripts._comm_worker import Task
 from training.corpus import prepare_stdlib
-from training.launch import Cluster
-from training.token_file import replace_atomically
 from training.workers import Workers, stopped_by_hand
 
 
@@ -47,12 +42,6 @@ class Settings(Task):
     """Processes."""
     cell_secs: float = 15.0
     """About how long each method is timed at each speed; at least twice."""
-
-
-def task_arguments(settings: Task) -> list[str]:
-    """The worker's command line."""
-    given = [(field.name, getattr(settings, field.name)) for field in dataclasses.fields(Task)]
-    return [word for name, value in given for word in (f"--{name.replace('_', '-')}", str(value))]
 
 
 def measure(
@@ -89,11 +78,6 @@ def measure(
     }
 
 
-def save(path: pathlib.Path, result: dict[str, Any]) -> None:
-    with replace_atomically(path) as file:
-        file.write((json.dumps(result, indent=1) + "\n").encode())
-
-
 def main(settings: Settings) -> dict[str, Any]:
     unknown = [name for name in settings.methods if name not in report.METHODS]
     if unknown or settings.workers < 2 or not settings.speeds or min(settings.speeds) <= 0:
@@ -105,12 +89,7 @@ def main(settings: Settings) -> dict[str, Any]:
     path, console = settings.out / "comm.json", Console()
     given = {field.name: getattr(settings, field.name) for field in dataclasses.fields(Task)}
     del given["cache"]
-    result: dict[str, Any] = {"settings": given | {"workers": settings.workers}, "cells": []}
-    if path.exists():
-        held = json.loads(path.read_text())
-        if held["settings"] != result["settings"]:
-            raise SystemExit(f"{path} holds cells of other settings: {held['settings']}. Use another --out.")
-        result = held
+    result = bench.kept(path, given | {"workers": settings.workers}, "cells")
     prepare_stdlib()
     wanted = [
         (method, mbit)
@@ -118,32 +97,20 @@ def main(settings: Settings) -> dict[str, Any]:
         for mbit in settings.speeds
         if not any((c["method"], c["bandwidth"]) == (method, mbit * 1e6) for c in result["cells"])
     ]
-    cluster = Cluster(settings.workers)
-    console.print(cluster.note)
-    if not cluster.shaped:
-        cluster.close()
-        raise SystemExit("Without links of a known speed there is nothing to measure.")
-    command = [sys.executable, "-m", "scripts._comm_worker", *task_arguments(settings)]
-    with Workers(cluster, command, environment={"JAX_PLATFORMS": "cpu"}) as workers:
-        result |= workers.ready[0] | {
-            "python": platform.python_version(),
-            "kernel": platform.release(),
-            "cores": os.cpu_count(),
-            "date": time.strftime("%Y-%m-%d"),
-            "command": " ".join(["python scripts/bench_comm.py", *sys.argv[1:]]),
-        }
+    with bench.start(settings.workers, "_comm_worker", settings, Task, console) as workers:
+        result |= workers.ready[0] | bench.provenance("bench_comm")
         for method in dict.fromkeys(method for method, _ in wanted):
-            cluster.set_bandwidth(None)
+            workers.cluster.set_bandwidth(None)
             start = time.perf_counter()
             made = workers.ask(prepare=method)[0]
             console.print(f"{method}: ready after {time.perf_counter() - start:.0f} s")
             for mbit in (speed for name, speed in wanted if name == method):
                 cell = measure(workers, settings, method, mbit, made)
                 result["cells"].append(cell)
-                save(path, result)
+                bench.save(path, result, indent=1)
                 console.print(f"  {report.line(cell)}")
     result["cells"].sort(key=lambda c: (-c["bandwidth"], report.METHODS.index(c["method"])))
-    save(path, result)
+    bench.save(path, result, indent=1)
     text = report.markdown(result)
     (settings.out / "comm.md").write_text(text)
     report.picture(result).savefig(settings.out / "comm.png", dpi=110)

@@ -10,23 +10,18 @@ way. The same for GPUs is read from the scheduled program: tests/gpu_compile/tes
 
 import dataclasses
 import json
-import os
 import pathlib
-import platform
 import statistics
-import sys
-import time
 from typing import Any
 
 import tyro
 from matplotlib.figure import Figure
 from rich.console import Console
 
+from scripts import _link_bench as bench
 from scripts._comm_worker import Task
-from scripts.bench_comm import task_arguments
 from training.corpus import prepare_stdlib
-from training.launch import Cluster
-from training.workers import Workers, stopped_by_hand
+from training.workers import stopped_by_hand
 
 METHODS = {"scape_d0.1_bitmap": "at the start of the step", "scape_d0.1_late": "behind the gradients"}
 _MESSAGES = ("all-gather", "all_gather", "all-reduce", "psum")
@@ -90,18 +85,13 @@ def picture(traces: dict[str, dict[str, list[tuple[float, float]]]], mbit: float
 def main(settings: Settings) -> dict[str, Any]:
     settings.out.mkdir(parents=True, exist_ok=True)
     prepare_stdlib()
-    cluster, console = Cluster(settings.workers), Console()
-    console.print(cluster.note)
-    if not cluster.shaped:
-        cluster.close()
-        raise SystemExit("Without links of a known speed there is nothing to measure.")
+    console = Console()
     secs: dict[str, list[float]] = {method: [] for method in METHODS}
     traces: dict[str, dict[str, list[tuple[float, float]]]] = {}
-    command = [sys.executable, "-m", "scripts._comm_worker", *task_arguments(settings)]
-    with Workers(cluster, command, environment={"JAX_PLATFORMS": "cpu"}) as workers:
+    with bench.start(settings.workers, "_comm_worker", settings, Task, console) as workers:
         for method in METHODS:
             workers.ask(prepare=method, keep=True)
-        cluster.set_bandwidth(settings.mbit * 1e6)
+        workers.cluster.set_bandwidth(settings.mbit * 1e6)
         for turn in range(settings.repeats):
             for method in METHODS if turn % 2 else reversed(METHODS):
                 workers.ask(take=method)
@@ -113,14 +103,11 @@ def main(settings: Settings) -> dict[str, Any]:
                         if name := kind(operation):
                             spans.setdefault(name, []).append((start, end))
                     traces[method] = {name: joined(found) for name, found in spans.items()}
-        versions = {"jax": workers.ready[0]["jax"], "python": platform.python_version()}
+        jax_version = workers.ready[0]["jax"]
     early, late = (statistics.median(found) for found in secs.values())
     result = {
-        "command": " ".join(["python scripts/bench_overlap.py", *sys.argv[1:]]),
-        "date": time.strftime("%Y-%m-%d"),
-        "kernel": platform.release(),
-        "cores": os.cpu_count(),
-        **versions,
+        **bench.provenance("bench_overlap"),
+        "jax": jax_version,
         "mbit": settings.mbit,
         "secs": secs,
         "saved_secs": late - early,

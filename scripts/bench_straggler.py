@@ -12,24 +12,18 @@ workers are idle for less than 15 % of it.
 """
 
 import dataclasses
-import json
-import os
 import pathlib
-import platform
 import statistics
-import sys
 import tempfile
-import time
 from typing import Any
 
 import tyro
 from rich.console import Console
 
+from scripts import _link_bench as bench
 from scripts import _straggler_report as report
 from scripts._straggler_worker import METHODS, Task, model
 from training.corpus import prepare_stdlib
-from training.launch import Cluster
-from training.token_file import replace_atomically
 from training.workers import Workers, stopped_by_hand
 
 WORKERS = 4
@@ -62,12 +56,12 @@ def losses(folder: pathlib.Path) -> dict[int, float]:
     from training.evaluate import evaluate
     from training.mesh import make_mesh
 
-    config, found = model(), {}
+    config, found, validation = model(), {}, prepare_stdlib().validation
     treedef = jax.tree.structure(models.abstract_params(config))
     for number in sorted({int(path.name.split("-")[0]) for path in folder.glob("*.npz")}):
         loaded = [list(np.load(path).values()) for path in folder.glob(f"{number}-*.npz")]
         mean = treedef.unflatten([sum(x) / len(loaded) for x in zip(*loaded, strict=True)])
-        held_out = eval_batches(prepare_stdlib().validation, 32, config.max_length, 6)
+        held_out = eval_batches(validation, 32, config.max_length, 6)
         result = evaluate(config, jax.device_put(mean), held_out, make_mesh(1), "data")
         assert result is not None
         found[number] = result.loss
@@ -82,7 +76,7 @@ def run(workers: Workers, settings: Settings, method: str, share: float) -> dict
     workers.cluster.set_bandwidth(settings.mbit * share * 1e6, SLOW)
     rounds = settings.rounds * (1 if method.startswith("diloco") else 2)
     with tempfile.TemporaryDirectory() as folder:
-        noted = [one["rounds"] for one in workers.ask(train=method, rounds=rounds, folder=folder)]
+        noted = [one["rounds"] for one in workers.ask(rounds=rounds, folder=folder)]
         found = losses(pathlib.Path(folder))
     start = min(rows[0][0] for rows in noted)
     noted = [[[*(t - start for t in row[:3]), row[3]] for row in rows] for rows in noted]
@@ -110,44 +104,19 @@ def main(settings: Settings) -> dict[str, Any]:
     settings.out.mkdir(parents=True, exist_ok=True)
     path, console = settings.out / "straggler.json", Console()
     given = {field.name: getattr(settings, field.name) for field in dataclasses.fields(Task)}
-    result: dict[str, Any] = {
-        "settings": given | {"mbit": settings.mbit, "rounds": settings.rounds},
-        "runs": [],
-    }
-    if path.exists():
-        held = json.loads(path.read_text())
-        if held["settings"] != result["settings"]:
-            raise SystemExit(f"{path} holds runs of other settings: {held['settings']}. Use another --out.")
-        result = held
+    result = bench.kept(path, given | {"mbit": settings.mbit, "rounds": settings.rounds}, "runs")
     done = {(r["method"], r["share"]) for r in result["runs"]}
     wanted = [(m, s) for m in settings.methods for s in settings.shares if (m, s) not in done]
     prepare_stdlib()
-    cluster = Cluster(WORKERS)
-    console.print(cluster.note)
-    if not cluster.shaped:
-        cluster.close()
-        raise SystemExit("Without links of a known speed there is nothing to measure.")
-    arguments = [
-        word for name, value in given.items() for word in (f"--{name.replace('_', '-')}", str(value))
-    ]
-    command = [sys.executable, "-m", "scripts._straggler_worker", *arguments]
-    with Workers(cluster, command, environment={"JAX_PLATFORMS": "cpu"}, timeout_secs=1800) as workers:
-        result |= workers.ready[0] | {
-            "python": platform.python_version(),
-            "kernel": platform.release(),
-            "cores": os.cpu_count(),
-            "date": time.strftime("%Y-%m-%d"),
-            "command": " ".join(["python scripts/bench_straggler.py", *sys.argv[1:]]),
-        }
+    with bench.start(WORKERS, "_straggler_worker", settings, Task, console, timeout_secs=1800) as workers:
+        result |= workers.ready[0] | bench.provenance("bench_straggler")
         for method, share in wanted:
             found = run(workers, settings, method, share)
             result["runs"].append(found)
-            with replace_atomically(path) as file:
-                file.write((json.dumps(result) + "\n").encode())
+            bench.save(path, result)
             console.print(report.line(found))
     result["runs"].sort(key=lambda r: (r["share"], list(METHODS).index(r["method"])))
-    with replace_atomically(path) as file:
-        file.write((json.dumps(result) + "\n").encode())
+    bench.save(path, result)
     text = report.markdown(result)
     (settings.out / "straggler.md").write_text(text)
     report.picture(result).savefig(settings.out / "straggler.png", dpi=110)
