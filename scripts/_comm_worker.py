@@ -1,10 +1,10 @@
 """One worker of bench_comm.py: makes a method's programs and times them when it is told to, by lines of JSON on stdin.
 
-    {"prepare": METHOD}    -> {"bytes": ..., "steps": ...}; frees the last one, unless that came with "keep": true
-    {"take": METHOD}       -> {}; goes on with one that was kept
-    {"alone": REPEATS}     -> {"alone": [seconds], "compute": [seconds]}, of this worker, all starting together
-    {"whole": REPEATS}     -> {"secs": seconds of one, "sent_bytes": of one, by the interface's own counter}
-    {"trace": true}        -> {"events": [[HLO operation, thread, start, end]], in seconds of one step}
+{"prepare": METHOD}    -> {"bytes": ..., "steps": ...}; frees the last one, unless that came with "keep": true
+{"take": METHOD}       -> {}; goes on with one that was kept
+{"alone": REPEATS}     -> {"alone": [seconds], "compute": [seconds]}, of this worker, all starting together
+{"whole": REPEATS}     -> {"secs": seconds of one, "sent_bytes": of one, by the interface's own counter}
+{"trace": true}        -> {"events": [[HLO operation, thread, start, end]], in seconds of one step}
 """
 
 import dataclasses
