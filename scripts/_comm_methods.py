@@ -112,12 +112,6 @@ class _Steps:
         self.params, self.opt_state, metrics = self.step(self.params, self.opt_state, self.batch)
         return jax.block_until_ready(metrics)
 
-    def compile_once(self, final: bool) -> None:
-        """In the first process; the others, which wait for it, find the program in the cache."""
-        if jax.process_index() == 0:
-            self.step.lower(self.params, self.opt_state, self.batch, final=final).compile()
-        together()
-
 
 def _step(tx: Any, config: models.LlamaConfig, mesh: Mesh, batches: Batches) -> Measured:
     loss_fn, workers = models.loss_fn(config), int(mesh.size)
@@ -127,9 +121,6 @@ def _step(tx: Any, config: models.LlamaConfig, mesh: Mesh, batches: Batches) -> 
     step = make_step()
     params = step.place(models.init_params(config, 0))
     whole = _Steps(step, params, step.init(params), batch)
-    sparse = getattr(tx, "final_level", 0) > 0  # has a program of its own for the first, dense step
-    for final in (False, True) if sparse else (False,):
-        whole.compile_once(final)
     for _ in range(1 + getattr(tx, "final_count", 0)):
         whole()
     silent = make_step()
@@ -138,7 +129,6 @@ def _step(tx: Any, config: models.LlamaConfig, mesh: Mesh, batches: Batches) -> 
     )  # checks that messages are sent, so outside of the block
     alone = _Steps(silent, params, jax.tree.map(jnp.copy, whole.opt_state), batch)
     with without_messages(workers):
-        alone.compile_once(sparse)
         alone()
     gradients = jax.jit(
         jax.shard_map(

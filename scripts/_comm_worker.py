@@ -24,6 +24,7 @@ from training.corpus import prepare_stdlib
 from training.data import make_loader
 from training.distributed import join
 from training.interface import sent_bytes
+from training.programs import compile_once
 from training.workers import answer, commands
 
 
@@ -43,8 +44,7 @@ class Task:
 
 def main(task: Task) -> None:
     join()
-    jax.config.update("jax_compilation_cache_dir", str(task.cache))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    compile_once(task.cache)
     config, workers = model(task.million), jax.process_count()
     mesh = jax.make_mesh((workers,), ("all",), axis_types=(AxisType.Auto,))
     loader = make_loader(
