@@ -6,7 +6,9 @@ is a function of the seed and the round only. Every process computes it for itse
 
 import dataclasses
 import functools
+import itertools
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -61,6 +63,31 @@ class Graph:
             return None
         return tuple((i, j) for i, j in sorted(to.items()) if i < j)
 
+    def matchings(self) -> tuple[tuple[tuple[tuple[int, int], ...], ...], np.ndarray] | None:
+        """Where everyone exchanges both ways with two others, in rings of even length: two sets of pairs that hold all
+        exchanges, and int (2, W), which set brings a worker its message k. None for any other graph.
+        """
+        size = self.self_weights.size
+        sources = [{to: source for source, to in pairs} for pairs in self.messages]
+        near = [{found[i] for found in sources if i in found} for i in range(size)]
+        if len(sources) != 2 or any(
+            len(near[i]) != 2 or any(i not in near[j] for j in near[i]) for i in range(size)
+        ):
+            return None
+        sets: tuple[list[tuple[int, int]], list[tuple[int, int]]] = ([], [])
+        left = set(range(size))
+        while left:
+            ring = [min(left)]
+            while len(ring) == 1 or ring[-1] != ring[0]:
+                ring.append(next(j for j in sorted(near[ring[-1]]) if len(ring) == 1 or j != ring[-2]))
+            if len(ring) % 2 == 0:  # the first stands at the end again
+                return None
+            for place, pair in enumerate(itertools.pairwise(ring)):
+                sets[place % 2].append((min(pair), max(pair)))
+            left -= set(ring)
+        brought = [[int((min(i, s[i]), max(i, s[i])) in sets[1]) for i in range(size)] for s in sources]
+        return tuple(tuple(sorted(pairs)) for pairs in sets), np.array(brought, np.int32)
+
     def sends(self) -> np.ndarray:
         """int (W,): messages that each worker sends."""
         sources = [source for pairs in self.messages for source, _ in pairs]
@@ -91,6 +118,21 @@ def graph_of(matrix: np.ndarray) -> Graph:
     return Graph(tuple(tuple(sorted(m.items())) for m in messages), weights, np.diag(matrix).copy())
 
 
+class Graphs(Sequence[Graph]):
+    """Graphs that are made when they are first asked for: a simulated run over 4096 workers meets few of 4095 matchings."""
+
+    def __init__(self, count: int, make: Callable[[int], Graph]):
+        self._count, self._make = count, functools.cache(make)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, number: Any) -> Any:
+        if isinstance(number, slice):
+            return tuple(self._make(n) for n in range(*number.indices(self._count)))
+        return self._make(range(self._count)[number])
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Pool:
     """The graphs of a topology for W workers, made by `Topology.build`. Everything but `index` of a traced round is NumPy.
@@ -98,14 +140,14 @@ class Pool:
     Attributes:
       name: of the topology.
       num_workers: W.
-      graphs: with equally many messages each.
+      graphs: with equally many messages each, also of the busiest worker.
       seed: draws a graph uniformly in each round; None: they are taken in turn.
       all_reduce: the one graph is the complete one, for which an all-reduce is cheaper than W - 1 messages.
     """
 
     name: str
     num_workers: int
-    graphs: tuple[Graph, ...]
+    graphs: Sequence[Graph]
     seed: int | None = None
     all_reduce: bool = False
 
@@ -254,8 +296,7 @@ class Pool:
             return 0
         if self.all_reduce and (averaged or payload.lossless):
             return payload.all_reduce_bytes(num_entries, self.num_workers)
-        messages = max(int(graph.sends().max(initial=0)) for graph in self.graphs)
-        return messages * payload.message_bytes(num_entries)
+        return int(self.graphs[0].sends().max(initial=0)) * payload.message_bytes(num_entries)
 
     # Tables for the device: looked up by graph and worker, so that branches of a switch hold nothing but messages.
 

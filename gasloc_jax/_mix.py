@@ -10,7 +10,7 @@ sums over i to the sum of y, since W is doubly stochastic; what a worker could n
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -20,6 +20,7 @@ from jax import lax
 from gasloc_jax._graphs import Graph, Pool
 from gasloc_jax._payload import Payload
 from gasloc_jax._topology import Topology, check_topology
+from pallas_kernels import gloo
 
 # Leaves of fewer entries travel together: below this a message costs its latency rather than its bytes.
 SMALL = 1 << 16
@@ -138,7 +139,7 @@ class Mixer:
         wanted = (own + owed).reshape(workers, -1)
         parts = encode(wanted)
         lost = wanted - decode(parts)
-        received = jax.tree.map(lambda x: lax.all_to_all(x, self.axis_name, 0, 0), parts)
+        received = self._all_to_all(parts, workers)
         mean = jnp.mean(decode(received), axis=0)
         said = self.payload.encode(mean)
         lost = lost.at[lax.axis_index(self.axis_name)].add(workers * (mean - self.payload.decode(said)))
@@ -171,21 +172,29 @@ class Mixer:
         )
         return mixed, lost
 
-    def _send(self, messages: Any, graphs: tuple[Graph, ...], index: jax.Array) -> tuple[Any, ...]:
+    def _send(self, messages: Any, graphs: Sequence[Graph], index: jax.Array) -> tuple[Any, ...]:
         """What this worker receives along each permutation of the graph number `index`; zeros where it receives none."""
-        typed = is_typed(messages, self.axis_name)
+        axis, typed = self.axis_name, is_typed(messages, self.axis_name)
 
         def branch(graph: Graph):
-            permuted = lambda x: tuple(lax.ppermute(x, self.axis_name, pairs) for pairs in graph.messages)  # noqa: E731
-            pairs = graph.pairs()
-            if pairs is None or typed:
+            permuted = lambda x: tuple(lax.ppermute(x, axis, pairs) for pairs in graph.messages)  # noqa: E731
+            if typed or not graph.messages:
                 return permuted
-            swapped = lambda x: (swap(x, self.axis_name, pairs),)  # noqa: E731
-            return lambda x: lax.platform_dependent(x, cpu=swapped, default=permuted)
+            return lambda x: lax.platform_dependent(x, cpu=_on_cpu(graph, axis), default=permuted)
 
         if len(graphs) == 1:
             return branch(graphs[0])(messages)
         return lax.switch(index, [branch(graph) for graph in graphs], messages)
+
+    def _all_to_all(self, parts: Any, workers: int) -> Any:
+        """Row i of each array (W, ...) to worker i, and a row from each."""
+        axis = self.axis_name
+        plain = lambda tree: jax.tree.map(lambda x: lax.all_to_all(x, axis, 0, 0), tree)  # noqa: E731
+        if workers % 2 or is_typed(parts, axis):
+            return plain(parts)
+        assert axis is not None
+        swapped = lambda tree: jax.tree.map(lambda x: gloo.all_to_all(x, axis, workers), tree)  # noqa: E731
+        return lax.platform_dependent(parts, cpu=swapped, default=plain)
 
     # From a tree to pieces and back -------------------------------------------------------------------------------
 
@@ -227,34 +236,15 @@ class Mixer:
         return treedef.unflatten(out)
 
 
-def swap(tree: Any, axis_name: str | None, pairs: tuple[tuple[int, int], ...]) -> Any:
-    """What the other worker of each pair has, to the bit, by an all-reduce in each pair; each sends what it has once.
-
-    gloo, which joins processes on CPUs, mostly sends the two messages of a pair one after the other: 8 MB over 100 Mbit/s
-    took 1.27 s instead of 0.64 s. In an all-reduce it sends both ways at once. Sums of whole numbers wrap around, so that
-    own ones can be taken out again.
-    """
-    words = jax.tree.map(_as_words, tree)
-    total = lax.psum(words, axis_name, axis_index_groups=[list(pair) for pair in pairs])
-    return jax.tree.map(lambda t, w, x: _from_words(t - w, x), total, words, tree)
-
-
-def _as_words(x: jax.Array) -> jax.Array:
-    """The bits of an array as uint32 (n,), which no backend widens; zeros fill the last word."""
-    bits = lax.bitcast_convert_type(x.reshape(-1), jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
-    each = 4 // x.dtype.itemsize
-    if each == 1:
-        return bits
-    return lax.bitcast_convert_type(jnp.pad(bits, (0, -bits.size % each)).reshape(-1, each), jnp.uint32)
-
-
-def _from_words(words: jax.Array, like: jax.Array) -> jax.Array:
-    bits = (
-        words
-        if like.dtype.itemsize == 4
-        else lax.bitcast_convert_type(words, f"uint{8 * like.dtype.itemsize}")
-    )
-    return lax.bitcast_convert_type(bits.reshape(-1)[: like.size], like.dtype).reshape(like.shape)
+def _on_cpu(graph: Graph, axis_name: str | None) -> Callable[[Any], tuple[Any, ...]]:
+    """How gloo brings a tree along the graph at the speed of the links."""
+    assert axis_name is not None
+    pairs, matchings = graph.pairs(), graph.matchings()
+    if pairs is not None:
+        return lambda tree: (gloo.swap(tree, axis_name, pairs),)
+    if matchings is not None:
+        return lambda tree: gloo.swap_in_turn(tree, axis_name, *matchings)
+    return lambda tree: gloo.permute_in_turn(tree, axis_name, graph.messages)
 
 
 def piece_sizes(tree: Any) -> list[int]:

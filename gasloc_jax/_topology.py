@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from gasloc_jax._checks import check_whole_number
-from gasloc_jax._graphs import Graph, Pool, graph_of, seeded_permutation
+from gasloc_jax._graphs import Graph, Graphs, Pool, graph_of, seeded_permutation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,13 +103,14 @@ def random_pairs(seed: int = 0) -> Topology:
             return _alone("random_pairs")
         label = seeded_permutation(seed, 0, size)
         wheel = size - 1 if size % 2 == 0 else size  # the even case's last worker stands in the hub
-        graphs = []
-        for turn in range(wheel):
+
+        def matching(turn: int) -> Graph:
             pairs = [((turn + i) % wheel, (turn - i) % wheel) for i in range(1, (wheel + 1) // 2)]
             if size % 2 == 0:
                 pairs.append((turn, size - 1))
-            graphs.append(_pairing([(int(label[a]), int(label[b])) for a, b in pairs], size))
-        return Pool("random_pairs", size, tuple(graphs), seed)
+            return _pairing([(int(label[a]), int(label[b])) for a, b in pairs], size)
+
+        return Pool("random_pairs", size, Graphs(wheel, matching), seed)
 
     return Topology("random_pairs", make)
 
@@ -196,7 +197,8 @@ def complete() -> Topology:
     """All workers average in every round by one all-reduce: this is DiLoCo."""
 
     def make(size: int) -> Pool:
-        return Pool("complete", size, (graph_of(np.full((size, size), 1 / size)),), all_reduce=True)
+        everybody = Graphs(1, lambda _: graph_of(np.full((size, size), 1 / size)))
+        return Pool("complete", size, everybody, all_reduce=True)
 
     return Topology("complete", make)
 

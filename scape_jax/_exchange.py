@@ -12,6 +12,7 @@ import numpy as np
 import optax
 from jax import lax
 
+from pallas_kernels import gloo
 from scape_jax._worker_types import equal_on_workers
 
 AxisName = str | tuple[str, ...] | None
@@ -158,7 +159,12 @@ def _sum_in_parts(tree: Any, *, axis_name: AxisName, num_workers: int) -> Any:
     flat = jnp.concatenate([leaves[i].reshape(-1) for i in narrow])
     parts = jnp.pad(flat, (0, -flat.size % num_workers)).reshape(num_workers, -1)
     # As whole numbers, which no backend widens.
-    parts = lax.all_to_all(lax.bitcast_convert_type(parts, jnp.uint16), axis_name, 0, 0)
+    parts = lax.bitcast_convert_type(parts, jnp.uint16)
+    typed = jax.typeof(lax.axis_index(axis_name)).manual_axis_type.varying
+    if num_workers % 2 or typed or not isinstance(axis_name, str):
+        parts = lax.all_to_all(parts, axis_name, 0, 0)
+    else:
+        parts = gloo.all_to_all(parts, axis_name, num_workers)
     part = jnp.sum(lax.bitcast_convert_type(parts, jnp.bfloat16), axis=0, dtype=jnp.float32)
     bits = lax.bitcast_convert_type(part.astype(jnp.bfloat16), jnp.uint16)
     total = lax.bitcast_convert_type(all_gather(bits, axis_name, num_workers), jnp.bfloat16).reshape(-1)

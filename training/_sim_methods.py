@@ -15,7 +15,6 @@ import gasloc_jax
 import scape_jax
 from gasloc_jax._fragments import Fragments
 from training._problems import did_you_mean
-from training._sim_pools import with_small_pool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +49,7 @@ class Exchange:
       reduced_bytes: put into the all-reduce of a step.
       gathered_bytes: put into the all-gather that may run beside the compute, of masks.
       late_bytes: put into an all-gather after the all-reduce: what top-k kept.
-      pool: the graphs of the simulated rounds; None: a step.
+      pool: the graphs of the rounds; None: a step.
       halves: an all-reduce as an all-to-all and an all-gather, as narrow payloads travel.
     """
 
@@ -65,11 +64,8 @@ class Exchange:
 ROUNDS = 16  # simulated where nothing else is asked for
 
 
-def exchange_of(method: Method, params: Any, workers: int, rounds: int = ROUNDS) -> Exchange:
-    """What `method` sends among W workers; `params` are parameters or their ShapeDtypeStructs, nothing is run.
-
-    rounds: for which the pool has graphs.
-    """
+def exchange_of(method: Method, params: Any, workers: int) -> Exchange:
+    """What `method` sends among W workers; `params` are parameters or their ShapeDtypeStructs, nothing is run."""
     optimizer = method.optimizer
     if not method.in_rounds:
         wire = optimizer.wire(params, num_workers=workers, step=None)
@@ -80,7 +76,6 @@ def exchange_of(method: Method, params: Any, workers: int, rounds: int = ROUNDS)
         fragments = Fragments(method.fragments)
         fragments.check(params)
         part = jax.eval_shape(fragments.take, params, jax.ShapeDtypeStruct((), jnp.int32))
-    optimizer = with_small_pool(optimizer, workers, rounds)
     return Exchange(
         optimizer.bytes_per_round(part, workers),
         pool=optimizer.pool(workers),

@@ -115,7 +115,7 @@ def simulate(
       0.58
     """
     method = method_of(method)
-    exchange = exchange_of(method, params, _checked(workers), ROUNDS if repeats is None else max(repeats, 1))
+    exchange = exchange_of(method, params, _checked(workers))
     return _run(method, exchange, workers, network, machine, local_steps, delay, repeats, record)
 
 

@@ -246,10 +246,10 @@ def test_bytes_are_those_of_the_closed_form(name, payload):
             )
             assert outer.bytes_per_round(shapes, 8) == closed
         assert set(found) == {"ppermute"}
-        if name == "random_pairs":  # an all-reduce of two sends what it is given, once; in whole words
-            assert set(on_cpu) == {"psum"} and 0 <= on_cpu["psum"] - found["ppermute"] <= 3 * 2 * len(sizes)
-        else:
-            assert on_cpu == found
+        # On CPUs in whole words; an all-reduce of two sends what it is given, once.
+        (kind, sent), words = *on_cpu.items(), 3 * 2 * len(sizes) * len(pool.graphs[0].messages)
+        assert kind == "psum"  # of pairs, and of the two sets of pairs that a ring of even length is
+        assert 0 <= sent - found["ppermute"] <= words
         assert 0 <= island * found["ppermute"] - closed <= padding
 
 
@@ -272,22 +272,11 @@ def test_pairs_swap_what_messages_would_bring(payload):
     assert ["collective-permute(" in text for text in programs] == [False, True]
 
 
-@pytest.mark.parametrize("size", [0, 1, 5, 8])
-@pytest.mark.parametrize("dtype", ["float32", "uint16", "int8"])
-def test_bits_survive_as_words(size, dtype):
-    x = np.random.default_rng(size).integers(-128, 127, size).astype(dtype)
-    words = _mix._as_words(jnp.asarray(x))
-    assert words.dtype == jnp.uint32 and words.size == -(-x.nbytes // 4)
-    found = _mix._from_words(words, x)
-    assert found.dtype == x.dtype
-    np.testing.assert_array_equal(found, x)
-
-
 @pytest.mark.parametrize("payload", ["bfloat16", "int8"])
 def test_bytes_of_the_compressed_mean(payload):
     tree = make_tree(4)
     mixing = Mixing(gj.complete(), 4, payload)
-    found = sent_bytes(mixing.mean, tree, mixing.init(tree))
+    found = sent_bytes(mixing.mean, tree, mixing.init(tree), branch=-1)
     sizes = [x[0].size for x in (tree["a"], tree["c"])] + [1]
     # Of the all-to-all's operand one part of four stays; the all-gather's is sent to three.
     sent = found["all_to_all"] * 3 // 4 + found["all_gather"] * 3
@@ -330,7 +319,7 @@ def test_bytes_of_the_complete_graph(make, payload):
         return outer.update(params, outer.init(params), params)[0]
 
     mapped = jax.shard_map(step, mesh=make_mesh(4), in_specs=P(), out_specs=P(), check_vma=False)
-    found = sent_bytes(mapped, params)
+    found = sent_bytes(mapped, params, branch=-1)
     sent = (
         found.get("ppermute", 0)
         + sum(n for name, n in found.items() if name.startswith("psum")) * 2 * 3 // 4

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 import gasloc_jax as gj
+from gasloc_jax import _topology
+from gasloc_jax._graphs import Graph
 
 TOPOLOGIES = {
     "random_pairs": gj.random_pairs(seed=3),
@@ -300,3 +302,37 @@ def test_line_for_the_start_of_a_run():
     )
     assert "8,000,000 bytes" in gj.noloco(axis_name="worker").describe(params, 8), "two trees"
     assert "in inf rounds, 0 bytes" in gj.gasloc(topology=gj.mixing_matrix(np.eye(3))).describe(params, 3)
+
+
+@pytest.mark.parametrize("size", [3, 4, 5, 6, 8])
+def test_a_ring_of_even_length_is_two_sets_of_pairs(size):
+    for graph in gj.random_ring(seed=2, pool=4).build(size).graphs:
+        found = graph.matchings()
+        if size % 2:
+            assert found is None
+            continue
+        sets, brought = found
+        assert all(sorted(sum(pairs, ())) == list(range(size)) for pairs in sets)
+        for k, pairs in enumerate(graph.messages):
+            for source, destination in pairs:
+                assert tuple(sorted((source, destination))) in sets[brought[k, destination]]
+    assert gj.exponential().build(8).graphs[0].matchings() is None
+    assert gj.complete().build(4).graphs[0].matchings() is None
+    two_rings = np.kron(np.eye(2), gj.ring().build(4).matrix(0))
+    assert gj.mixing_matrix(two_rings).build(8).graphs[0].matchings() is not None
+    odd = np.kron(np.eye(2), gj.ring().build(3).matrix(0))
+    assert gj.mixing_matrix(odd).build(6).graphs[0].matchings() is None
+
+
+def test_a_pool_makes_no_graph_that_nobody_asks_for(monkeypatch):
+    """All graphs of random pairs over 4096 workers take 20 s, the complete one's messages minutes."""
+    made = []
+    monkeypatch.setattr(
+        _topology, "_pairing", lambda pairs, size: made.append(pairs) or Graph(((),), None, np.ones(size))
+    )
+    pool = gj.random_pairs().build(4096)
+    assert len(pool.graphs) == 4095 and not made
+    assert pool.graph(3) is pool.graph(3) and pool.graphs[-1] is pool.graphs[4094] and len(made) == 2
+    assert len(gj.complete().build(4096).graphs) == 1  # not made
+    with pytest.raises(IndexError):
+        pool.graphs[4095]
