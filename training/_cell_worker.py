@@ -2,7 +2,7 @@
 
 It joins the launcher's group, then takes lines of JSON on its standard input: {"number": n, "run": source} runs a cell in
 one lasting namespace, {"number": n, "fetch": expression} gives a value back. Each is answered by {"number": n, "error": text
-or null, "value": what `encode` made}, in lines that begin with `MARK`; all other lines are what the cell printed.
+or null, "value": what `encode` made}; all other lines are what the cell printed.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import ast
 import base64
 import io
-import json
 import linecache
 import os
 import signal
@@ -25,10 +24,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from training.distributed import join
-from training.workers import commands
-
-MARK, MORE = "@cell done ", "@cell more "
-_PART_CHARACTERS = 1 << 19  # the launcher cuts longer lines
+from training.workers import answer, commands
 
 
 def encode(value: Any) -> Any:
@@ -114,14 +110,6 @@ class _Cells:
         return "".join(traceback.format_exception(type(error), error, trace)).rstrip()
 
 
-def _answer(**values: Any) -> None:
-    text = json.dumps(values)
-    while len(text) > _PART_CHARACTERS:
-        print(f"{MORE}{text[:_PART_CHARACTERS]}")
-        text = text[_PART_CHARACTERS:]
-    print(f"{MARK}{text}", flush=True)
-
-
 def main() -> None:
     sys.stderr.flush()
     os.dup2(1, 2)  # one stream, so that all lines come in order
@@ -130,10 +118,10 @@ def main() -> None:
     cells.names |= {"jax": jax, "jnp": jnp, "np": np}
     cells.names |= {"worker": jax.process_index(), "workers": jax.process_count()}
     multihost_utils.sync_global_devices("the first cell")  # the transport greets its peers now
-    _answer(number=0, error=None, value=None)
+    answer(number=0, error=None, value=None)
     for command in commands():
         error, value = cells.do(command)
-        _answer(number=command["number"], error=error, value=value)
+        answer(number=command["number"], error=error, value=value)
 
 
 if __name__ == "__main__":

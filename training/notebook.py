@@ -25,8 +25,9 @@ from collections.abc import Iterable
 from types import TracebackType
 from typing import Any
 
-from training._cell_worker import MARK, MORE, decode
+from training._cell_worker import decode
 from training.launch import Cluster
+from training.workers import Answers
 
 __all__ = ["CellError", "CellWorkers", "load_ipython_extension", "start"]
 
@@ -60,7 +61,7 @@ class CellWorkers:
     def __init__(self, cluster: Cluster, *, timeout_secs: float = _TIMEOUT_SECS, grace_secs: float = 5.0):
         self.cluster, self._timeout_secs, self._grace_secs = cluster, timeout_secs, grace_secs
         self._lines: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
-        self._parts: defaultdict[int, str] = defaultdict(str)
+        self._found = Answers()
         self._number, self._ended = 0, ""
         try:
             cluster.start(
@@ -145,18 +146,13 @@ class CellWorkers:
                 told = [*hidden[-_SHOWN_LINES:], *_tracebacks(answers), f"{self._ended}."]
                 raise CellError("\n".join(told)) from None
             return False
-        if line.startswith(MORE):
-            self._parts[worker] += line.removeprefix(MORE)
-            return False
-        text, done, answer = line.partition(MARK)
-        if text or not done:
+        text, found = self._found.take(worker, line)
+        if text is not None:
             (print if show else hidden.append)(f"[{worker}] {text}")
-        if done:
-            found = json.loads(self._parts.pop(worker, "") + answer)
-            if found["number"] == self._number:  # not of a cell that was interrupted
-                answers[worker] = found
-                return found["error"] is not None
-        return False
+        if found is None or found["number"] != self._number:  # of a cell that was interrupted
+            return False
+        answers[worker] = found
+        return found["error"] is not None
 
     def _interrupt(self, answers: dict[int, dict[str, Any]], hidden: list[str], show: bool) -> str:
         """Interrupts who still runs, and ends all where that does not help; says which."""

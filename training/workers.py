@@ -21,7 +21,8 @@ from typing import Any
 
 from training.launch import Cluster
 
-_MARK = "@answer "
+_MARK, _MORE = "@answer ", "@answer more "
+_PART_CHARACTERS = 1 << 19  # the launcher cuts longer lines
 _KEPT_LINES = 40
 
 
@@ -32,8 +33,28 @@ def commands() -> Iterator[dict[str, Any]]:
 
 
 def answer(**values: Any) -> None:
-    """In a worker: answers the command it was given; values are plain JSON."""
-    print(f"{_MARK}{json.dumps(values)}", flush=True)
+    """In a worker: answers the command it was given; values are plain JSON of any length."""
+    text = json.dumps(values).replace("@", "\\u0040")  # so that no value looks like a mark
+    while len(text) > _PART_CHARACTERS:
+        print(f"{_MORE}{text[:_PART_CHARACTERS]}")
+        text = text[_PART_CHARACTERS:]
+    print(f"{_MARK}{text}", flush=True)
+
+
+class Answers:
+    """Finds the answers in the lines that workers print."""
+
+    def __init__(self) -> None:
+        self._parts: collections.defaultdict[int, str] = collections.defaultdict(str)
+
+    def take(self, worker: int, line: str) -> tuple[str | None, dict[str, Any] | None]:
+        """(what the worker printed, its answer) of a line, each None where the line holds none."""
+        text, found, part = line.partition(_MARK)
+        if not found:
+            return line, None
+        more = (found + part).startswith(_MORE)
+        self._parts[worker] += part.removeprefix("more ") if more else part
+        return text or None, None if more else json.loads(self._parts.pop(worker))
 
 
 @contextlib.contextmanager
@@ -78,6 +99,7 @@ class Workers:
         self._answers: list[queue.SimpleQueue[dict[str, Any]]] = [
             queue.SimpleQueue() for _ in range(cluster.workers)
         ]
+        self._found = Answers()
         self._printed: collections.deque[str] = collections.deque(maxlen=_KEPT_LINES)
         try:
             cluster.start(command, environment=environment, on_line=self._on_line)
@@ -102,10 +124,11 @@ class Workers:
         self.close()
 
     def _on_line(self, worker: int, text: str) -> None:
-        if text.startswith(_MARK):
-            self._answers[worker].put(json.loads(text.removeprefix(_MARK)))
-        else:
-            self._printed.append(f"[{worker}] {text}")
+        printed, found = self._found.take(worker, text)
+        if printed is not None:
+            self._printed.append(f"[{worker}] {printed}")
+        if found is not None:
+            self._answers[worker].put(found)
 
     def _collect(self) -> list[dict[str, Any]]:
         return [self._next(worker) for worker in range(self.cluster.workers)]
