@@ -23,7 +23,8 @@ import gasloc_jax
 import models
 from scripts.bench_gossip import Task as Model
 from training._outer_section import OuterConfig
-from training._pace import Pace
+from training._pace import ADAPT_EVERY, Pace
+from training._processes import gathered
 from training.corpus import prepare_stdlib
 from training.data import make_loader
 from training.distributed import join
@@ -39,6 +40,9 @@ class Task:
     """H of every worker; with adapted steps the most."""
     rows: int = 4
     """Sequences of 128 bytes that a worker computes on in a step."""
+    step_ms: float = 40.0
+    """Least time of a local step; a worker that is faster sleeps. Four processes on two cores take turns of uneven length,
+    and what is to be seen is what the links do: so all compute equally fast, as nodes of their own would."""
     learning_rate: float = 3e-3
     """Of the inner AdamW, constant after 100 steps of warm-up, so that methods can be compared at any time."""
     every: int = 5
@@ -90,6 +94,7 @@ class Trainer:
             process_index=jax.process_index(),
             process_count=workers,
         )
+        self.read = self.batches()
 
     def batches(self) -> Any:
         """H batches of this worker; one that takes fewer steps leaves the rest out."""
@@ -97,9 +102,12 @@ class Trainer:
         return {"tokens": jax.make_array_from_process_local_data(self.round.batch_sharding, read)}
 
     def one(self, state: Any, counts: list[int]) -> tuple[Any, list[float]]:
-        batches = self.batches()
         start = time.monotonic()
-        state, _ = jax.block_until_ready(self.round.local(state, batches, counts))
+        state, metrics = self.round.local(state, self.read, counts)
+        self.read = self.batches()  # the next round's, while this one computes
+        jax.block_until_ready((state, metrics))
+        least_secs = counts[jax.process_index()] * self.task.step_ms * 1e-3
+        time.sleep(max(0.0, start + least_secs - time.monotonic()))
         stepped = time.monotonic()
         state = jax.block_until_ready(self.round.exchange(state))
         return state, [start, stepped, time.monotonic()]
@@ -129,6 +137,7 @@ def main(task: Task) -> None:
             trainer = None  # frees the last one
             trainer = Trainer(task, command["prepare"])
             state = trainer.round.init(trainer.params)
+            gathered(np.zeros((1, ADAPT_EVERY, 2), np.float32))  # compiles what the first choice of steps will gather with
             for _ in range(8):  # compiles, and lets all pairs meet
                 state, _ = trainer.one(state, [1] * jax.process_count())
             answer(bytes=trainer.round.wire_bytes(trainer.params))

@@ -15,7 +15,8 @@ import gasloc_jax
 from training._outer_section import OuterConfig
 from training._processes import gathered
 
-ADAPT_EVERY = 5  # rounds between two choices: each is a gather of 40 bytes a process, for which all wait
+# Rounds between two choices, each a gather for which all wait: few at first, more while nothing changes.
+ADAPT_EVERY, MOST_EVERY = 5, 40
 
 
 class Pace:
@@ -25,7 +26,7 @@ class Pace:
         self._outer, self._pool, self._workers, self._own = outer, pool, pool.num_workers, own_workers
         self.local_steps = outer.steps_of_each(self._workers)
         self._last: tuple[float, float] | None = None
-        self._rounds = 0
+        self._rounds, self._every = 0, ADAPT_EVERY
         # Since the last choice, (round, a step's seconds, an exchange's seconds): this process's.
         self._mine: list[tuple[int, float, float]] = []
         # At the last choice, of every worker: seconds of a step and of its link. The round to come.
@@ -48,11 +49,13 @@ class Pace:
             return None
         # The process is done when the worker with the most steps is.
         self._mine.append((round, local_secs / max(counts[self._own]), exchange_secs))
-        if len(self._mine) < ADAPT_EVERY:
+        if len(self._mine) < self._every:
             return None
         rounds, mine = [number for number, _, _ in self._mine], self._mine
         self._mine = []
-        return self.choose(rounds, self._gathered(np.array([times[1:] for times in mine], np.float32)))
+        told = self.choose(rounds, self._gathered(np.array([times[1:] for times in mine], np.float32)))
+        self._every = ADAPT_EVERY if told else min(2 * self._every, MOST_EVERY)
+        return told
 
     def steps_of_next_round(self) -> list[int]:
         """H_i of every worker in the round to come: whoever meets a slower link than its own comes earlier by as much."""
@@ -108,7 +111,7 @@ class Pace:
         return (matrix != 0) | (matrix.T != 0) | np.eye(self._workers, dtype=bool)
 
     def get_state(self) -> dict[str, Any]:
-        """Communicates up to 40 bytes a process with outer.adapt; every process calls it after the same round."""
+        """Communicates up to 320 bytes a process with outer.adapt; every process calls it after the same round."""
         times = np.array([times[1:] for times in self._mine], np.float32).reshape(-1, 2)
         return {
             "local_steps": list(self.local_steps),
@@ -117,12 +120,15 @@ class Pace:
             "step_secs": self._step_secs,
             "link_secs": self._link_secs,
             "next_round": self._next_round,
+            "every": self._every,
         }
 
     def set_state(self, state: Mapping[str, Any]) -> None:
+        if len(state["local_steps"]) != self._workers:
+            return  # they are others now, and measured anew
         self.local_steps = list(state["local_steps"])
         self._step_secs, self._link_secs = list(state["step_secs"]), list(state["link_secs"])
-        self._next_round = state["next_round"]
+        self._next_round, self._every = state["next_round"], state.get("every", ADAPT_EVERY)
         mine = state["secs"][self._own.start]
         self._mine = [(number, *times) for number, times in zip(state["timed_rounds"], mine, strict=True)]
 
