@@ -7,8 +7,8 @@ Starts 4 processes on this machine behind links of a known speed (training/launc
 with a share of the bandwidth of the others. Each method trains a byte-level Llama of 0.1 M parameters on the standard
 library's sources with the same data, inner AdamW and Nesterov outside; the loss is that of the mean of the workers on
 held-out text, computed afterwards. A local step takes at least --step-ms: four processes share this machine's cores, and
-uneven turns of theirs are not the question. Writes straggler.md, straggler.json and straggler.png (loss; who computes and who
-waits).
+uneven turns of theirs are not the question. Writes straggler.md, straggler.json and straggler.png (loss; who computes and
+who waits).
 Goals at a tenth of the bandwidth: GASLoC with adapted steps reaches DiLoCo's last loss in at most half of its time, and fast
 workers are idle for less than 15 % of it.
 """
