@@ -9,6 +9,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from gasloc_jax._checks import path_name
+from pallas_kernels.digest import digest
 
 
 def check_start(params: Any, mesh: Mesh, axis_name: str) -> None:
@@ -27,14 +28,14 @@ def check_start(params: Any, mesh: Mesh, axis_name: str) -> None:
         return
     axes = (axis_name, *(name for name in mesh.axis_names if name != axis_name))
 
-    def digest(leaves):
-        mine = jnp.stack([_digest(x) for x in leaves])
+    def examine(leaves):
+        mine = jnp.stack([digest(x) for x in leaves])
         # One device's word on finiteness is that of all where the digests are equal.
         finite = jnp.stack([jnp.isfinite(x).all() for x in leaves])
         return lax.all_gather(mine, axes).reshape(mesh.shape[axis_name], -1, len(leaves)), finite
 
     spec = PartitionSpec()
-    fn = jax.shard_map(digest, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    fn = jax.shard_map(examine, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
     digests, finite = map(np.asarray, jax.jit(fn)([x for _, x in flat]))
     differs = (digests != digests[:1, :1]).any(axis=1)
     if differs.any():
@@ -50,17 +51,6 @@ def check_start(params: Any, mesh: Mesh, axis_name: str) -> None:
             f"parameters must be finite at the start, got NaN or infinity in {name!r}. Check its initialisation, or the "
             "checkpoint that it is from."
         )
-
-
-def _digest(x: jax.Array) -> jax.Array:
-    """uint32 () of all bits of an array."""
-    if x.size == 0:
-        return jnp.zeros((), jnp.uint32)
-    width = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}[x.dtype.itemsize]
-    bits = lax.bitcast_convert_type(x, width).reshape(-1).astype(jnp.uint32)
-    # The odd weights make a swap of two entries visible.
-    weight = jnp.arange(bits.size, dtype=jnp.uint32) * jnp.uint32(2654435761) | jnp.uint32(1)
-    return jnp.sum(bits * weight, dtype=jnp.uint32)
 
 
 def check_collectives(jaxpr: Any, axis_name: str, inner_axes: tuple[str, ...], exchanges: bool) -> None:

@@ -16,6 +16,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from gasloc_jax._checks import check_floating
+from gasloc_jax._elastic import resized_state
 from gasloc_jax._inputs import check_batches, place, replicated, steps_of_workers
 from gasloc_jax._outer import OuterOptimizer
 from gasloc_jax._preflight import check_collectives, check_start
@@ -107,6 +108,24 @@ class Round:
         if not self.worker.keeps_anchor:
             state, anchor = state._replace(anchor=None), state.anchor
         return self._program("exchange", state)(state, anchor)
+
+    def resize(self, state: RoundState) -> RoundState:
+        """A state of another number of workers for those of this round; between two rounds, such as at a restart.
+
+        The mean over the workers of the parameters stays, to a rounding: who joins starts at it, and the drift of those that
+        leave, the last ones, goes to those that stay. See gasloc_jax/_elastic.py for the other fields. Communicates what the
+        arrays' shardings ask for, once.
+
+        Args:
+          state: of a round that was made alike but for the mesh; its arrays may lie anywhere on the devices of this mesh.
+
+        Raises:
+          ValueError: the state stands between the halves of a round.
+        """
+        one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), state.params)
+        like = self.abstract_state(one)
+        shardings = jax.tree.map(lambda x: x.sharding, like)
+        return jax.device_put(resized_state(state, like), shardings)
 
     # Data ---------------------------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from scape_jax._baselines import (
     topk_gradients,
 )
 from scape_jax._chain import Optimizer
+from scape_jax._elastic import resize_workers
 from scape_jax._exchange import StepStats
 from scape_jax._options import STATIC_ARGS
 from scape_jax._preflight import check_equal_on_workers
@@ -38,6 +39,7 @@ __all__ = [
     "collective_operand_bytes",
     "loss_and_grads",
     "make_train_step",
+    "resize_workers",
     "scale_by_adams",
     "scale_by_scape",
     "scape",

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
+from pallas_kernels.digest import digest
 from scape_jax import _exchange as ex
 from scape_jax._layout import path_name
 from scape_jax._worker_types import axes_of, own_on_workers, varying_axes
@@ -23,23 +23,12 @@ def check_equal_on_workers(params: Any, mesh: Mesh, axis_name: ex.AxisName = "da
     """
     flat, _ = jax.tree_util.tree_flatten_with_path(params)
 
-    def digest(leaves):
-        def one(x):
-            if x.size == 0:
-                return jnp.zeros((), jnp.uint32)
-            width = x.dtype.itemsize
-            bits = lax.bitcast_convert_type(
-                x, {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}[width]
-            )
-            bits = bits.reshape(-1).astype(jnp.uint32)
-            # The odd weights make a swap of two entries visible.
-            weight = jnp.arange(bits.size, dtype=jnp.uint32) * jnp.uint32(2654435761) | jnp.uint32(1)
-            return jnp.sum(bits * weight, dtype=jnp.uint32)
-
-        return ex.all_gather(jnp.stack([one(x) for x in leaves]), axis_name, ex.axis_size(axis_name))
+    def digests_of(leaves):
+        digests = jnp.stack([digest(x) for x in leaves])
+        return ex.all_gather(digests, axis_name, ex.axis_size(axis_name))
 
     fn = jax.shard_map(
-        digest, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False
+        digests_of, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False
     )
     digests = np.asarray(jax.jit(fn)([jnp.asarray(x) for _, x in flat])) if flat else np.zeros((1, 0))
     differs = digests != digests[:1]

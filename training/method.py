@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import models
 import scape_jax
+from training.config import OptimizerConfig
 from training.data import BatchLoader
 from training.evaluate import place
 from training.mesh import AXIS_NAME
@@ -49,6 +50,9 @@ class Method(Protocol):
 
     def abstract(self) -> tuple[Any, Any]:
         """Shapes and shardings of what `begin` returns; nothing is allocated."""
+
+    def resize(self, params: Any, opt_state: Any) -> tuple[Any, Any]:
+        """The state of another number of workers for those of this run; traced."""
 
     def steps_ahead(self, step: int) -> int:
         """How many steps are taken at once after `step`."""
@@ -97,6 +101,13 @@ class Method(Protocol):
         """Goes on from what `get_state` returned."""
 
 
+def resize_workers(opt_state: Any, num_workers: int, optimizer: OptimizerConfig) -> Any:
+    """The state of the optimizer that the settings describe for another number of workers."""
+    return scape_jax.resize_workers(
+        opt_state, num_workers, block_size=optimizer.block_size, selection=optimizer.selection
+    )
+
+
 class DataParallel:
     """All workers hold the same parameters and exchange in every step, by scape_jax.TrainStep."""
 
@@ -127,6 +138,10 @@ class DataParallel:
         specs = scape_jax.state_specs(init(replicated), AXIS_NAME)  # which leaves have an axis of workers
         opt_state = jax.tree.map(with_sharding, init(specs), specs)
         return jax.tree.map(lambda leaf: with_sharding(leaf, replicated), params), opt_state
+
+    def resize(self, params: Any, opt_state: Any) -> tuple[Any, Any]:
+        mesh, optimizer = self._setup.config.mesh, self._setup.config.optimizer
+        return params, resize_workers(opt_state, mesh.data, optimizer)
 
     def steps_ahead(self, step: int) -> int:
         return 1

@@ -26,7 +26,7 @@ from training._processes import gathered
 from training.data import BatchLoader
 from training.evaluate import evaluate_each
 from training.mesh import AXIS_NAME, WORKER_AXIS
-from training.method import Sent
+from training.method import Sent, resize_workers
 
 if TYPE_CHECKING:
     from training.train import Setup
@@ -84,6 +84,12 @@ class Rounds:
 
     def abstract(self) -> tuple[Any, Any]:
         return _split(self._round.abstract_state(self._params))
+
+    def resize(self, params: Any, opt_state: Any) -> tuple[Any, Any]:
+        devices, optimizer = self._config.mesh.data, self._config.optimizer
+        state = opt_state._replace(params=params)
+        inner = jax.vmap(lambda tree: resize_workers(tree, devices, optimizer))(state.inner)
+        return _split(self._round.resize(state._replace(inner=inner)))
 
     def steps_ahead(self, step: int) -> int:
         return min(self._outer.steps_per_round, self._config.run.steps - step)
