@@ -137,7 +137,9 @@ def main(task: Task) -> None:
             trainer = None  # frees the last one
             trainer = Trainer(task, command["prepare"])
             state = trainer.round.init(trainer.params)
-            gathered(np.zeros((1, ADAPT_EVERY, 2), np.float32))  # compiles what the first choice of steps will gather with
+            gathered(
+                np.zeros((1, ADAPT_EVERY, 2), np.float32)
+            )  # compiles what the first choice of steps will gather with
             for _ in range(8):  # compiles, and lets all pairs meet
                 state, _ = trainer.one(state, [1] * jax.process_count())
             answer(bytes=trainer.round.wire_bytes(trainer.params))

@@ -18,10 +18,10 @@ JAX_NUM_PROCESSES and JAX_PROCESS_ID, or with --coordinator HOST:PORT --processe
 of the workers; process 0 alone prints and writes. All of them name a process that does not come within --start-timeout SECS
 (300), or that differs in settings, code or versions.
 
-Ctrl-C or SIGTERM ends after the current step or round with a checkpoint (of several processes, to any of them: all at the
-next logged line); again: at once.
-Exit codes: 0 done; 1 nothing was finite, so nothing was trained; 2 wrong settings, or memory or data are missing; 130 after
-Ctrl-C; 143 after SIGTERM.
+Ctrl-C or SIGTERM ends after the current step or round with a checkpoint (of several processes, to any of them: all after
+the same step); again: at once. While the first step is compiled it ends at once, since nothing is lost by that.
+Exit codes: 0 done; 1 nothing was finite, so nothing was trained; 2 wrong settings, or memory or data are missing; 75 a
+process was lost or stood still, --resume goes on; 130 after Ctrl-C; 143 after SIGTERM.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ import argparse
 import os
 import signal
 import sys
+import time
 import traceback
 from pathlib import Path
 
@@ -45,7 +46,6 @@ if __name__ == "__main__":
     for _number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(_number, _leave)
 
-import jax
 import tyro
 from rich.console import Console
 from rich.table import Table
@@ -53,13 +53,14 @@ from rich.table import Table
 from training import config as settings
 from training import runs
 from training._processes import from_first, is_first, require_same
-from training.distributed import join, require_same_devices, take_flags
+from training.distributed import join, peers, require_same_devices, take_flags
 from training.mesh import prepare_devices
 from training.presets import PRESETS
 from training.report import REPORT_FILE, summary_rows
 from training.train import Outcome, build, train
 
 _NEWEST = "newest"
+_LOST_SECS = 5.0
 
 
 def parse(arguments: list[str]) -> tuple[settings.Config, Path | None]:
@@ -132,14 +133,22 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _main_of_a_group() -> int:
     """Leaves at once after an error: at a regular exit JAX would wait for the other processes, which wait for this one."""
-    code = 2
+    code, why = 2, "its settings, data or memory, as it printed"
     try:
         code = main()
-    except Exception:
-        if not jax.distributed.is_initialized():
+    except Exception as error:
+        lines = peers()
+        if lines is None:
             raise
+        if lines.lost.wait(_LOST_SECS):
+            time.sleep(
+                _LOST_SECS
+            )  # an exchange failed because a process was lost: that is told, and ends this one
         traceback.print_exc()
-    if code == 2 and jax.distributed.is_initialized():
+        why = f"{type(error).__name__}: {str(error)[:300]}"
+    lines = peers()
+    if code == 2 and lines is not None:
+        lines.fail(why)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

@@ -42,6 +42,7 @@ class RunLog:
         self._window: list[dict[str, Any]] = []  # measurements of completed steps since the last line
         self._due: dict[int, dict[str, Any]] = {}
         self._paused_secs = 0.0
+        self.skipped_in_row, self._skipped = 0, 0  # as of the last line
         self._began = time.perf_counter()
         # A completed step, when that was, and the tokens until then.
         self._start: tuple[int, float, int] = (start_step, self._began, 0)
@@ -95,6 +96,12 @@ class RunLog:
     def _write(self, step: int) -> None:
         known, window = jax.device_get(self._due.pop(step)), self._collect(self._window)
         self._window = []
+        for measured in window:
+            skipped = int(measured["skipped"])
+            # In rounds one worker may have dropped its own; the loss is NaN where all have.
+            alone = "dropped_workers" in measured and math.isfinite(measured["loss"])
+            self.skipped_in_row = self.skipped_in_row + 1 if skipped > self._skipped and not alone else 0
+            self._skipped = skipped
         since = self._mark or self._start
         if since[0] == step:  # only the first step, compilation included
             since = self._start

@@ -14,8 +14,6 @@ import numpy as np
 from jax.experimental import multihost_utils
 from numpy.typing import NDArray
 
-from training._signals import StopSignals
-
 _MESSAGE_BYTES = 4096
 
 
@@ -65,29 +63,3 @@ def gathered(mine: NDArray) -> NDArray:
     """What all processes have, one after the other along the first axis; 4-byte numbers, and every process calls it."""
     found = np.asarray(multihost_utils.process_allgather(mine.view(np.int32)))
     return found.reshape(-1, *mine.shape[1:]).view(mine.dtype)
-
-
-class CommonStop:
-    """The wish to stop, of which all processes must know before one of them leaves a loop of exchanges.
-
-    A single process knows at once. Several agree where they wait for each other anyway, by `agree`, so that a signal to one
-    of them, or to all, ends all after the same step.
-    """
-
-    def __init__(self, signals: StopSignals):
-        self._signals, self._agreed = signals, 0
-
-    @property
-    def received(self) -> int | None:
-        """Number of the signal; None without one."""
-        return self._signals.received if jax.process_count() == 1 else self._agreed or None
-
-    @property
-    def exit_code(self) -> int:
-        """What a shell shows for an end by the signal; 0 without one."""
-        return 0 if self.received is None else 128 + self.received
-
-    def agree(self) -> None:
-        """Communicates 4 bytes a process; all of them call it after the same step."""
-        if jax.process_count() > 1:
-            self._agreed = int(gathered(np.array([self._signals.received or 0], np.int32)).max())

@@ -8,6 +8,7 @@ wrong, the same text for all.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import selectors
@@ -30,31 +31,45 @@ _MOST_SHOWN = 8  # processes or differences in a message
 _MOST_CHARACTERS = 100  # of a value in a message
 
 
-def meet(group: Group, facts: Mapping[str, str], timeout_secs: float) -> None:
+def meet(
+    group: Group, facts: Mapping[str, str], timeout_secs: float
+) -> tuple[dict[int, socket.socket], dict[int, str]]:
     """Returns in each process once all of them are there with the same facts.
 
     Communicates a few KB a process, with process 0 only. The wait of process 0 counts; another one that has reached it stays
     as long.
+
+    Returns:
+      (links, names): the connection to each other process in process 0, to process 0 in the others; and how to call them.
 
     Raises:
       ValueError: a process is missing, came twice, or differs. All that are there raise the same.
     """
     who = (group.name, group.count, group.index, socket.gethostname(), os.getpid())
     mine = dict(zip(_SAID, (*who, dict(facts)), strict=True))
-    problem = _First(group, mine).wait(timeout_secs) if group.index == 0 else _ask(group, mine, timeout_secs)
+    if group.index == 0:
+        first = _First(group, mine)
+        problem = first.wait(timeout_secs)
+        links = first.links
+        names = {i: f"{said['host']} pid {said['pid']}" for i, said in first.came.items()}
+    else:
+        problem, links = _ask(group, mine, timeout_secs)
+        names = {0: str(group.coordinator)}
     if problem:
         raise ValueError(problem)
+    return links, names
 
 
 class _First:
     """Process 0: collects what the others say, and answers all of them at once."""
 
     def __init__(self, group: Group, mine: dict[str, Any]):
-        self._group, self._came = group, {0: mine}
+        self._group, self.came = group, {0: mine}
         self._lines: dict[socket.socket, bytearray] = {}
         self._index_of: dict[socket.socket, int] = {}
         self._problem: str | None = None
         self._told: set[int] = set()
+        self.links: dict[int, socket.socket] = {}  # of those that were told that all are there
         self._count = group.count  # or the most that any process gives
 
     def wait(self, timeout_secs: float) -> str | None:
@@ -64,7 +79,7 @@ class _First:
         with _listener(group) as listener, selectors.DefaultSelector() as selector:
             selector.register(listener, selectors.EVENT_READ, lambda _: self._accept(listener, selector))
             try:
-                while len(self._came) < group.count and self._problem is None:
+                while len(self.came) < group.count and self._problem is None:
                     now = time.monotonic()
                     if now >= began + timeout_secs:
                         self._problem, in_time = self._missing(timeout_secs), False
@@ -74,7 +89,7 @@ class _First:
                         print(f"still waiting for {_processes(self._absent(), group)} ...", flush=True)
                     for key, _ in selector.select(min(began + timeout_secs, reminder) - now):
                         key.data(key.fileobj)
-                different = _differences(self._came) if len(self._came) > 1 else None
+                different = _differences(self.came) if len(self.came) > 1 else None
                 self._problem = "\n".join(filter(None, (self._problem, different))) or None
                 self._answer(selector)
                 if in_time:
@@ -87,8 +102,14 @@ class _First:
     def _answer(self, selector: selectors.BaseSelector) -> None:
         for link in list(self._index_of):
             _send(link, {"problem": self._problem})
-            self._told.add(self._index_of[link])
-            self._drop(link, selector)
+            index = self._index_of[link]
+            self._told.add(index)
+            if self._problem is None:
+                selector.unregister(link)
+                self._lines.pop(link)
+                self.links[self._index_of.pop(link)] = link
+            else:
+                self._drop(link, selector)
 
     def _linger(self, selector: selectors.BaseSelector, until: float) -> None:
         """Tells those that are not there yet; they would find nobody, and say that process 0 did not come."""
@@ -117,7 +138,7 @@ class _First:
         line += received
         if link in self._index_of:
             if not received:  # it ended while it waited, and may be started again
-                self._came.pop(self._index_of[link], None)
+                self.came.pop(self._index_of[link], None)
                 self._drop(link, selector)
         elif not received or len(line) > _MOST_BYTES:
             self._drop(link, selector)
@@ -136,7 +157,7 @@ class _First:
                 self._take(link, said)
 
     def _take(self, link: socket.socket, said: dict[str, Any]) -> None:
-        index, count, before = said["index"], said["count"], self._came.get(said["index"])
+        index, count, before = said["index"], said["count"], self.came.get(said["index"])
         who = f"{said['host']} pid {said['pid']}"
         self._index_of[link] = index
         self._count = max(self._count, count)
@@ -153,7 +174,7 @@ class _First:
                 f"{who}. Count them from 0 to {count - 1}."
             )
         else:
-            self._came[index] = said
+            self.came[index] = said
             _send(link, {"wait": self._group.name})
             link.setblocking(False)
 
@@ -164,10 +185,10 @@ class _First:
         self._index_of.pop(link, None)
 
     def _absent(self) -> list[int]:
-        return [index for index in range(self._group.count) if index not in self._came]
+        return [index for index in range(self._group.count) if index not in self.came]
 
     def _missing(self, timeout_secs: float) -> str:
-        there = [f"{index} on {self._came[index]['host']}" for index in sorted(self._came)]
+        there = [f"{index} on {self.came[index]['host']}" for index in sorted(self.came)]
         return (
             f"{_processes(self._absent(), self._group)} of {self._group.count} did not come to {self._group.coordinator} "
             f"within {timeout_secs:g} s. There: {_some(there)}. Look at what is missing: was it started, did it fail, "
@@ -175,25 +196,32 @@ class _First:
         )
 
 
-def _ask(group: Group, mine: dict[str, Any], timeout_secs: float) -> str | None:
-    """What process 0 says is wrong; or that it does not come."""
+def _ask(
+    group: Group, mine: dict[str, Any], timeout_secs: float
+) -> tuple[str | None, dict[int, socket.socket]]:
+    """What process 0 says is wrong, or that it does not come; else the connection to it, which stays."""
     assert group.coordinator is not None
     host, _, port = group.coordinator.rpartition(":")
     deadline, last = time.monotonic() + timeout_secs, "no time to try"
     while (left := deadline - time.monotonic()) > 0:
         try:
-            with socket.create_connection((host.strip("[]"), int(port)), min(left, _SEND_SECS)) as link:
+            with contextlib.ExitStack() as stack:
+                address = (host.strip("[]"), int(port))
+                link = stack.enter_context(socket.create_connection(address, min(left, _SEND_SECS)))
                 _send(link, mine)
                 link.settimeout(max(0.01, deadline - time.monotonic()))
-                with link.makefile("rb") as lines:
+                with link.makefile("rb", buffering=0) as lines:  # takes no more than these lines
                     line = lines.readline(_MOST_BYTES)
                     if _parsed(line, _WELCOME):
                         # Process 0 may have come just now, and waits for its own time.
                         link.settimeout(timeout_secs + _REMIND_SECS)
                         line = lines.readline(_MOST_BYTES)
                 answer = _parsed(line, _ANSWER)
-            if answer is not None:
-                return answer["problem"]
+                if answer is not None:
+                    if answer["problem"]:
+                        return answer["problem"], {}
+                    stack.pop_all()
+                    return None, {0: link}
             last = "what is there closed the connection or is no process of ours"
         except TimeoutError:
             last = "timed out; a firewall or another program may be there"
@@ -203,7 +231,8 @@ def _ask(group: Group, mine: dict[str, Any], timeout_secs: float) -> str | None:
     return (
         f"process 0 of {group.count}{_on(0, group)} did not come within {timeout_secs:g} s: {group.coordinator} gives no "
         f"answer ({last}). Look at process 0: was it started, did it fail, is that its address? --start-timeout SECS waits "
-        "longer."
+        "longer.",
+        {},
     )
 
 

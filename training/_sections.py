@@ -30,12 +30,32 @@ class RunConfig(Settings):
     """Optimizer steps; with an outer optimizer the nominal inner steps of each worker."""
     seed: int = 0
     """Seed of the parameters and of the order of the data."""
+    compare_every: int = 1000
+    """Steps between comparisons of what must be equal on all devices, at 4 bytes a leaf and device; 0: never."""
+    most_skipped: int = 100
+    """Steps or rounds in a row that may be skipped for gradients that are not finite: then the run saves and ends with exit
+    code 1. 0: any number."""
+    hang_secs: float = 120.0
+    """A run that makes no progress for so long, and for 20 of its own longest recent steps, ends with exit code 75, its
+    threads' stacks printed. 0: never."""
 
     def check(self) -> None:
         require(self.steps >= 1, f"run.steps must be at least 1, got {self.steps}. Give the steps to train.")
         require(
             0 <= self.seed < 2**31,
             f"run.seed must be in [0, 2**31), got {self.seed}. Any number there will do, such as 0.",
+        )
+        require(
+            self.compare_every >= 0,
+            f"run.compare_every must be at least 0, got {self.compare_every}. 1000 is the default, 0 never compares.",
+        )
+        require(
+            self.most_skipped >= 0,
+            f"run.most_skipped must be at least 0, got {self.most_skipped}. 100 is the default, 0 allows any number.",
+        )
+        require(
+            0 <= self.hang_secs < math.inf,
+            f"run.hang_secs must be at least 0, got {self.hang_secs}. 120 is the default, 0 waits for ever.",
         )
         bad = sorted(set(self.name) & set("/\\ "))
         require(
@@ -251,6 +271,8 @@ class CheckpointConfig(Settings):
     """Steps between checkpoints; 0: only at the end and on a signal."""
     keep: int = 2
     """Newest checkpoints that are kept."""
+    keep_every: int = 0
+    """Those of multiples of so many steps are kept too; 0: none."""
     parameters_from: str = ""
     """Start from the parameters (only) in this other run's newest checkpoint."""
     parameters_worker: int | None = None
@@ -262,6 +284,10 @@ class CheckpointConfig(Settings):
             f"checkpoint.every must not be negative, got {self.every}. 0: only at the end and on a signal.",
         )
         require(self.keep >= 1, f"checkpoint.keep must be at least 1, got {self.keep}. 1: the newest alone.")
+        require(
+            self.keep_every >= 0,
+            f"checkpoint.keep_every must not be negative, got {self.keep_every}. 0 keeps the newest alone.",
+        )
         worker = self.parameters_worker
         if worker is not None and require(
             worker >= 0, f"checkpoint.parameters_worker must not be negative, got {worker}. Count from 0."

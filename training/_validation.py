@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import jax
 
-from training._processes import CommonStop
+from training._stop import CommonStop
 from training.data import EvalBatches, eval_batches
 from training.evaluate import Evaluation, evaluate
 from training.metrics import MetricsWriter, NoWriter
@@ -24,7 +24,7 @@ def validate(setup: Setup, state: State, batches: int, stop: CommonStop | None =
     """
     method, own = setup.method, (jax.process_index(), jax.process_count())
     held_out = _held_out(setup, batches, *own)
-    should_stop = (lambda: stop.received is not None) if stop else (lambda: False)
+    should_stop = stop.here if stop else (lambda: False)
     params = method.model(state.params, state.opt_state)
     result = evaluate(setup.model, params, held_out, setup.mesh, setup.batch_axes, should_stop=should_stop)
     if result is None:

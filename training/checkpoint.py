@@ -8,9 +8,12 @@ and loads nothing.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -20,14 +23,18 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from training._integrity import damaged, seal
 from training._leaves import by_path, changed, differences, like, shapes
+from training._processes import from_first, is_first
 from training.config import Config, dotted, update
 
-CHECKPOINT_FOLDER = "checkpoints"
+CHECKPOINT_FOLDER, DAMAGED_FOLDER = "checkpoints", "damaged"
+Resize = Callable[[Any, Any], tuple[Any, Any]]
 _RESUME = (
     "Resume with the saved settings, or start a new run; --checkpoint.parameters_from RUN takes over the "
     "parameters alone."
 )
+_LOOK_SECS = 0.05
 _MAY_CHANGE = ("outer.measure", "outer.evaluate_workers")  # what is looked at, not what is done
 
 
@@ -40,20 +47,63 @@ class Restored:
     opt_state: Any
     data_state: dict[str, Any]
     totals: dict[str, float]
+    told: str = ""  # what was changed for another number of workers
 
 
 class Checkpoints:
-    """The checkpoints of one run, in FOLDER/checkpoints; the newest `keep` stay."""
+    """The checkpoints of one run, in FOLDER/checkpoints; the newest `keep` stay, and those of every `keep_every`-th step."""
 
-    def __init__(self, folder: str | Path, *, keep: int = 2):
+    def __init__(self, folder: str | Path, *, keep: int = 2, keep_every: int = 0):
         self.folder = Path(folder).absolute() / CHECKPOINT_FOLDER
-        self._manager = ocp.CheckpointManager(
-            self.folder, options=ocp.CheckpointManagerOptions(max_to_keep=keep, create=True)
-        )
+        options = ocp.CheckpointManagerOptions(max_to_keep=keep, keep_period=keep_every or None, create=True)
+        self._manager = ocp.CheckpointManager(self.folder, options=options)
+        self._closing = threading.Event()
+        self._sealing: list[threading.Thread] = []
 
     def latest(self) -> int | None:
-        """Step of the newest whole checkpoint."""
+        """Step of the newest finished checkpoint."""
         return self._manager.latest_step()
+
+    def newest_whole(self, note: Callable[[str], Any]) -> int:
+        """Step of the newest checkpoint whose files are as they were written; `note` is told of newer ones.
+
+        The first process reads all files for that; every process calls it.
+
+        Raises:
+          ValueError: there is none.
+        """
+        found, problems = sorted(self._manager.all_steps(), reverse=True), list[str]()
+        for step in found:
+            problem = from_first(functools.partial(self._damage, step))
+            if not problem:
+                for text in problems:
+                    note(f"{text}; going on from step {step} instead")
+                return step
+            problems.append(f"the checkpoint of step {step} is damaged: {problem}")
+        raise ValueError(
+            f"a whole checkpoint is needed in {self.folder}, got "
+            + ("none" if not found else "; ".join(problems))
+            + " (nothing was loaded). Restore these files, or start a new run."
+        )
+
+    def _damage(self, step: int) -> str:
+        return damaged(self.folder / str(step)) or ""
+
+    def set_aside(self, after: int) -> None:
+        """Moves checkpoints of later steps to FOLDER/damaged: a run that goes on from before them saves these steps anew."""
+        later = [step for step in self._manager.all_steps() if step > after]
+        if not later:
+            return
+
+        def move() -> str:
+            for step in later:
+                aside = self.folder.parent / DAMAGED_FOLDER / f"{step}-{time.time_ns()}"
+                aside.parent.mkdir(exist_ok=True)
+                (self.folder / str(step)).rename(aside)
+            return ""
+
+        from_first(move)
+        self._manager.reload()
 
     def save(
         self,
@@ -80,31 +130,78 @@ class Checkpoints:
         }
         items = {name: ocp.args.StandardSave(leaves) for name, leaves in arrays.items()}
         self._manager.save(step, args=ocp.args.Composite(**items, meta=ocp.args.JsonSave(meta)))
+        if is_first():
+            self._sealing = [thread for thread in self._sealing if thread.is_alive()]
+            self._sealing.append(threading.Thread(target=self._seal, args=(step,), daemon=True))
+            self._sealing[-1].start()
 
-    def restore(self, params: Any, opt_state: Any, config: Config, step: int | None = None) -> Restored:
+    def _seal(self, step: int) -> None:
+        """Once orbax has finished a checkpoint, which then takes its name, sums up its files."""
+        folder = self.folder / str(step)
+        while not folder.is_dir():
+            if self._closing.wait(_LOOK_SECS):
+                return
+        with contextlib.suppress(
+            OSError
+        ):  # it is a newer one's turn, and this was removed; or the disk is full
+            seal(folder)
+
+    def restore(
+        self,
+        params: Any,
+        opt_state: Any,
+        config: Config,
+        step: int | None = None,
+        resize: Resize | None = None,
+    ) -> Restored:
         """The state after `step` steps (default: the newest), in the shape and sharding of the given trees.
 
         The trees may be arrays or jax.ShapeDtypeStruct with shardings; they are only read for their shapes.
+
+        resize: (params, opt_state) of the saved number of workers -> those of the given trees; called where they differ.
         """
         step = self._step(step)
-        meta = self.check(params, opt_state, config, step)
-        found = self._read(step, {"params": by_path(params), "opt_state": by_path(opt_state)})
+        meta = self.check(params, opt_state, config, step, resize)
+        wanted = (params, opt_state)
+        held = self._held(meta, wanted, config) if resize else wanted
+        items = dict(zip(("params", "opt_state"), held, strict=True))
+        read = self._read(step, {name: by_path(tree) for name, tree in items.items()})
+        found = tuple(like(tree, read[name]) for name, tree in items.items())
+        if held is not wanted:
+            assert resize is not None
+            shardings = jax.tree.map(lambda x: x.sharding, wanted)
+            found = jax.jit(resize, out_shardings=shardings)(*found)
         return Restored(
             step=step,
-            params=like(params, found["params"]),
-            opt_state=like(opt_state, found["opt_state"]),
+            params=found[0],
+            opt_state=found[1],
             data_state=meta["data"],
             totals=meta["totals"],
+            told="" if held is wanted else _told(meta, config),
         )
 
-    def check(self, params: Any, opt_state: Any, config: Config, step: int | None = None) -> dict[str, Any]:
+    def check(
+        self,
+        params: Any,
+        opt_state: Any,
+        config: Config,
+        step: int | None = None,
+        resize: Resize | None = None,
+    ) -> dict[str, Any]:
         """Raises ValueError where the checkpoint does not fit; reads no arrays. Returns `read_meta`."""
         step = self._step(step)
         meta = self.read_meta(step)
         wanted = {"params": by_path(params), "opt_state": by_path(opt_state)}
+        compared = meta
+        held = self._held(meta, (params, opt_state), config) if resize else (params, opt_state)
+        if held[0] is not params:
+            assert resize is not None
+            made = jax.eval_shape(resize, *held)
+            leaves = {name: shapes(by_path(tree)) for name, tree in zip(wanted, made, strict=True)}
+            compared = {**meta, "leaves": leaves}
         self._check_leaves(
             step,
-            meta,
+            compared,
             wanted,
             config,
             ("model.", "optimizer.", "outer.", "mesh."),
@@ -155,16 +252,36 @@ class Checkpoints:
     def wait(self) -> None:
         """Returns once everything saved is on disk."""
         self._manager.wait_until_finished()
+        for thread in self._sealing:
+            thread.join()
 
     def close(self) -> None:
-        self._manager.wait_until_finished()
-        self._manager.close()
+        try:
+            self._manager.wait_until_finished()
+        finally:
+            self._closing.set()
+            for thread in self._sealing:
+                thread.join()
+            self._manager.close()
 
     def __enter__(self) -> Checkpoints:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+    def _held(self, meta: Mapping[str, Any], wanted: tuple[Any, Any], config: Config) -> tuple[Any, Any]:
+        """`wanted` itself where the checkpoint is of as many workers, or of other leaves; else with its shapes."""
+        before, now = dotted(Config()) | meta["config"], dotted(config)
+        paths = [set(by_path(tree)) for tree in wanted]
+        same = all(before[key] == now[key] for key in ("mesh.worker", "mesh.data"))
+        if same or paths != [set(meta["leaves"][name]) for name in ("params", "opt_state")]:
+            return wanted
+        held = []
+        for name, tree in zip(("params", "opt_state"), wanted, strict=True):
+            saved = meta["leaves"][name]
+            held.append(like(tree, {path: _as_saved(x, saved[path]) for path, x in by_path(tree).items()}))
+        return held[0], held[1]
 
     def _step(self, step: int | None) -> int:
         found = self._manager.all_steps()
@@ -250,7 +367,10 @@ class Checkpoints:
         """
         # A setting that the checkpoint does not know had its default's behaviour when it was written.
         before = dotted(Config()) | meta["config"]
-        found = changed(before, dotted(config), ("model.", "optimizer.", "outer."), _MAY_CHANGE)
+        free = _MAY_CHANGE
+        if before["mesh.worker"] != config.mesh.worker:
+            free += ("outer.local_steps",)  # a list of them is of other workers
+        found = changed(before, dotted(config), ("model.", "optimizer.", "outer."), free)
         saved = update(Config(), meta["config"])
         warmups = [round(c.optimizer.density_warmup_fraction * c.run.steps) for c in (saved, config)]
         if warmups[0] != warmups[1] and step < max(warmups):
@@ -260,6 +380,27 @@ class Checkpoints:
                 f"the checkpoint of step {step} in {self.folder} was made with other settings (nothing was "
                 "loaded), checkpoint -> now:\n  " + "\n  ".join(found) + f"\n{_RESUME}"
             )
+
+
+def _told(meta: Mapping[str, Any], config: Config) -> str:
+    saved, mesh = dotted(Config()) | meta["config"], config.mesh
+    before = f"{saved['mesh.worker']} x {saved['mesh.data']}"
+    return (
+        f"the checkpoint's state, of {before} workers, for {mesh.worker} x {mesh.data} (mesh.worker x mesh.data): means "
+        "over workers stay as they were"
+    )
+
+
+def _as_saved(leaf: Any, text: str) -> jax.ShapeDtypeStruct:
+    """A leaf with the type and shape that `shapes` wrote, over all devices along the first axis that they divide."""
+    dtype, _, numbers = text.rstrip("]").partition("[")
+    shape = tuple(int(n) for n in numbers.split(",") if n.strip())
+    sharding, mesh = leaf.sharding, getattr(leaf.sharding, "mesh", None)
+    if mesh is not None and shape != leaf.shape:
+        axis = next((i for i, n in enumerate(shape) if n and n % mesh.size == 0), None)
+        spec = PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, tuple(mesh.axis_names))
+        sharding = NamedSharding(mesh, spec)
+    return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=sharding)
 
 
 def _each(leaf: Any, workers: int) -> jax.ShapeDtypeStruct:

@@ -10,6 +10,7 @@ others at the end of its own wait.
 from __future__ import annotations
 
 import argparse
+import atexit
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -24,14 +25,25 @@ from pathlib import Path
 import jax
 
 from training._group import NO_FLAGS, Flags, Group, describe
+from training._peers import Peers
 from training._rendezvous import meet
 
-__all__ = ["START_TIMEOUT_SECS", "Flags", "Group", "describe", "join", "require_same_devices", "take_flags"]
+__all__ = [
+    "START_TIMEOUT_SECS",
+    "Flags",
+    "Group",
+    "describe",
+    "join",
+    "peers",
+    "require_same_devices",
+    "take_flags",
+]
 
 START_TIMEOUT_SECS = 300.0
 _PACKAGES = ("training", "models", "scape_jax", "gasloc_jax", "pallas_kernels")
 _VERSIONS = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "flax", "optax", "numpy")
 _GPUS = Path("/proc/driver/nvidia/gpus")
+_peers: Peers | None = None
 
 
 def take_flags(arguments: list[str]) -> tuple[Flags, float, list[str]]:
@@ -72,9 +84,27 @@ def join(
         print(
             f"waiting for {group.count} processes at {group.coordinator} (by {group.source}) ...", flush=True
         )
-    meet(group, _facts(settings or {}), timeout_secs)
+    links, names = meet(group, _facts(settings or {}), timeout_secs)
+    global _peers
+    _peers = Peers(group.index, links, names)
     _initialize(group, timeout_secs)
+    atexit.register(_leave)  # runs before JAX's own, which waits for the others
     return group.count
+
+
+def _leave() -> None:
+    """At the end of this process: the others need to know whether it is done."""
+    assert _peers is not None
+    error = getattr(sys, "last_value", None)  # set where an exception ends a program
+    if error is None:
+        _peers.close()
+    else:
+        _peers.fail(f"{type(error).__name__}: {str(error)[:300]}")
+
+
+def peers() -> Peers | None:
+    """The lines to the other processes, once this one has joined them; None: it is alone."""
+    return _peers
 
 
 def require_same_devices() -> None:

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import os
+import socket
+from collections.abc import Iterator
 from pathlib import Path
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+from training._processes import from_first
 from training.checkpoint import CHECKPOINT_FOLDER
 from training.config import Config
 from training.report import CONFIG_FILE
 
 ROOT = Path("runs")
+LOCK_FILE = ".lock"
 
 
 def new_folder(config: Config) -> Path:
@@ -43,6 +54,40 @@ def _numbered(name: str) -> Path:
             return folder
         except FileExistsError:
             number += 1
+
+
+@contextlib.contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """No other run may write into the folder meanwhile; the system lets go of it when this process ends in whatever way.
+
+    Raises:
+      ValueError: another run holds it; all processes raise the same.
+    """
+    with contextlib.ExitStack() as stack:
+        from_first(lambda: _lock(folder, stack))
+        yield
+
+
+def _lock(folder: Path, stack: contextlib.ExitStack) -> str:
+    if fcntl is None:  # Windows
+        return ""
+    path = folder / LOCK_FILE
+    file = stack.enter_context(open(path, "a+"))
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        who = file.read().strip() or "another process"
+        raise ValueError(
+            f"a run's folder must be its own, but {who} is training in {folder}. Wait for its end, end it, or start a new "
+            "run."
+        ) from None
+    except OSError:  # a file system without locks
+        return ""
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+    file.flush()
+    return ""
 
 
 def latest() -> Path:

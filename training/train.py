@@ -14,6 +14,7 @@ import functools
 import json
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -23,13 +24,17 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import models
 import scape_jax
 from training import metrics, preflight, report, runs
+from training._guard import Guard
 from training._log import RunLog
-from training._processes import CommonStop, from_first, is_first
+from training._processes import from_first, is_first
 from training._signals import StopSignals
+from training._stop import CommonStop
 from training._validation import bytes_so_far, record_validation, validate
+from training._watchdog import Hang, Watchdog
 from training.checkpoint import Checkpoints
 from training.config import Config
 from training.data import make_loader
+from training.distributed import peers
 from training.mesh import AXIS_NAME, WORKER_AXIS, make_mesh
 from training.method import DataParallel, Method
 from training.metrics import MetricsWriter, NoWriter
@@ -84,6 +89,7 @@ class State:
     loader: Any
     totals: dict[str, float]
     source: str = ""  # whose parameters a new run starts from; empty: fresh ones
+    resized: str = ""  # what a resumed one had to change for another number of workers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,21 +145,27 @@ def start(setup: Setup) -> State:
         folder = Path(config.checkpoint.parameters_from)
         runs.load_config(folder)  # a clear error where this is no run
         with Checkpoints(folder) as checkpoints:
-            params, source = checkpoints.restore_params(params, config), checkpoints.told_params(config)
+            step = checkpoints.newest_whole(print)
+            params = checkpoints.restore_params(params, config, step)
+            source = checkpoints.told_params(config, step)
     totals = {"bytes_sent": 0.0, "dense_bytes": 0.0, "secs": 0.0}
     return State(0, *setup.method.begin(params), loader, totals, source)
 
 
-def restore(setup: Setup, checkpoints: Checkpoints) -> State:
-    """The state of the newest checkpoint; one that does not fit is refused before anything is allocated."""
-    like = abstract_state(setup)
-    checkpoints.check(*like, setup.config)
+def restore(setup: Setup, checkpoints: Checkpoints, note: Callable[[str], Any] = print) -> State:
+    """The state of the newest whole checkpoint; one that does not fit is refused before anything is allocated."""
+    like, resize = abstract_state(setup), setup.method.resize
+    step = checkpoints.newest_whole(note)
+    checkpoints.check(*like, setup.config, step, resize)
     fresh = start(dataclasses.replace(setup, config=_without_source(setup.config)))
     fresh.params = fresh.opt_state = None  # free their memory before the saved ones are read
-    found = checkpoints.restore(*like, setup.config)
+    found = checkpoints.restore(*like, setup.config, step, resize)
+    checkpoints.set_aside(after=step)
     fresh.loader.set_state(found.data_state)
     setup.method.set_state(found.data_state.get("method", {}))
-    return State(found.step, found.params, found.opt_state, fresh.loader, dict(found.totals))
+    return State(
+        found.step, found.params, found.opt_state, fresh.loader, dict(found.totals), resized=found.told
+    )
 
 
 def abstract_state(setup: Setup) -> tuple[Any, Any]:
@@ -170,18 +182,22 @@ def train(setup: Setup, folder: Path, *, resume: bool = False, out: TextIO | Non
     """Runs the steps that are left, leaving metrics, checkpoints, summary.json and report.html in `folder`.
 
     A first Ctrl-C or SIGTERM ends the loop after the current step or round, with a checkpoint; a second one ends
-    the process. Several processes call it alike, with one folder that all see: the first writes and prints, and a signal to
-    any of them ends all at the next logged line. A run in which nothing was finite ends with exit code 1.
+    the process, as does the first while the first step is compiled, since nothing is lost by that. Several processes call
+    it alike, with one folder that all see: the first writes and prints, and a signal to any of them ends all after the same
+    step. Where one is lost or hangs, all end with exit code 75. A run in which nothing was finite ends with exit code 1.
     """
     config, method, began = setup.config, setup.method, time.perf_counter()
     total, evaluate_every, save_every = config.run.steps, config.eval.every, config.checkpoint.every
     with contextlib.ExitStack() as stack:
         if not is_first():
             out = stack.enter_context(open(os.devnull, "w"))
-        checkpoints = stack.enter_context(Checkpoints(folder, keep=config.checkpoint.keep))
+        stack.enter_context(runs.held(folder))
+        kept = {"keep": config.checkpoint.keep, "keep_every": config.checkpoint.keep_every}
+        checkpoints = stack.enter_context(Checkpoints(folder, **kept))
         # A run that was stopped before its first checkpoint has nothing to go on from: it starts anew.
         going_on = resume and checkpoints.latest() is not None
-        state = restore(setup, checkpoints) if going_on else start(setup)
+        told_first = functools.partial(print, file=out)
+        state = restore(setup, checkpoints, told_first) if going_on else start(setup)
         stack.callback(state.loader.close)
         if state.step > total:
             raise ValueError(
@@ -204,16 +220,29 @@ def train(setup: Setup, folder: Path, *, resume: bool = False, out: TextIO | Non
         progress = stack.enter_context(Progress(total, file=out))
         if setup.in_rounds:
             progress.local_steps = config.outer.steps_of_each(config.mesh.worker)
-        when = "after this" if jax.process_count() == 1 else "all processes after the next logged"
-        signals = StopSignals(
-            lambda number: progress.note(
-                f"stopping {when} {method.unit}; once more to leave at once, unsaved"
-            ),
-            lambda: progress.console.show_cursor(True),
-        )
-        stop = CommonStop(stack.enter_context(signals))
+        signals = StopSignals(lambda number: told(number), lambda: progress.console.show_cursor(True))
+        lines = peers()
+
+        def leave(number: int) -> None:
+            progress.note(f"stopped before the first {method.unit} was done: nothing is lost by that")
+            progress.console.show_cursor(True)
+            if lines is not None:
+                lines.close()
+                lines.let_others_end()
+            os._exit(128 + number)
+
+        def told(number: int) -> None:
+            progress.note(f"stopping after this {method.unit}; once more to leave at once, unsaved")
+            stop.wish(number)
+
+        stop = CommonStop(signals, lines, leave)
+        hang = Hang(lines, lambda: stop.passed)
+        watch = stack.enter_context(Watchdog(hang.report, least_secs=config.run.hang_secs))
+        stack.enter_context(signals)
         method.check(state.step, progress.note)
         progress.note(startup_text(setup, folder, state))
+        if state.resized:
+            progress.note(state.resized)
         first_step = state.step
         log = RunLog(
             writer,
@@ -225,14 +254,19 @@ def train(setup: Setup, folder: Path, *, resume: bool = False, out: TextIO | Non
             collect=method.collect,
         )
 
-        while state.step < total and stop.received is None:
+        guard = Guard(setup.mesh)
+        too_many_skipped = lambda: 0 < config.run.most_skipped <= log.skipped_in_row  # noqa: E731
+        stop.nothing_to_save(True)  # all that there is is on disk, or can be made again
+        while state.step < total and not stop.here() and not too_many_skipped():
             before, steps = state.step, method.steps_ahead(state.step)
+            watch.doing("step" if before > first_step else "first step")
             batch = method.read(state.loader, steps)
             if before == first_step:
                 method.before_first(state.params, state.opt_state, batch, total - before)
             state.params, state.opt_state, measured = method.advance(
                 state.params, state.opt_state, batch, steps
             )
+            stop.nothing_to_save(False)
             state.step += steps
             sent = method.sent(state.step, steps)
             state.totals["bytes_sent"] += sent.total_bytes
@@ -242,27 +276,42 @@ def train(setup: Setup, folder: Path, *, resume: bool = False, out: TextIO | Non
             if _passed(config.log.every, before, state.step) or state.step == total:
                 telemetry = method.telemetry(state.opt_state) if config.log.telemetry else {}
                 log.line(state.step, {**bytes_so_far(state), **sent.line, **method.times(), **telemetry})
-                stop.agree()
             if _passed(evaluate_every, before, state.step) and state.step < total:
                 with log.pause():
+                    watch.doing("evaluation")
                     result = validate(setup, state, config.eval.batches, stop)
                     record_validation(setup, state, result, writer, progress)
+            if _passed(config.run.compare_every, before, state.step):
+                problem = guard.difference((state.params, state.opt_state))
+                if problem:
+                    raise ValueError(_unequal(problem, state.step, checkpoints))
             if _passed(save_every, before, state.step) and state.step < total:
                 with log.pause():
+                    watch.doing("checkpoint")
                     state.totals["secs"] = earlier_secs + time.perf_counter() - began
                     save(setup, state, checkpoints)
 
         log.flush()
+        watch.doing("checkpoint")
         state.totals["secs"] = earlier_secs + time.perf_counter() - began
         save(setup, state, checkpoints)
         checkpoints.wait()  # nothing is promised below that is not on disk
-        stop.agree()
+        watch.doing("evaluation")
         failure = method.failure(state.step, state.opt_state) if stop.received is None else None
+        if failure is None and too_many_skipped():
+            failure = (
+                f"{log.skipped_in_row} {method.unit}s in a row had no finite gradient and were skipped (run.most_skipped). "
+                f"What was trained is saved at step {state.step}. Use a smaller --schedule.learning_rate, and look at the "
+                "data there."
+            )
         if failure:
             return Outcome(folder, state.step, None, 1, failure)
         final = validate(setup, state, config.eval.final_batches, stop) if stop.received is None else None
         if final is None:
-            progress.note(f"saved step {state.step}; to go on: python scripts/pretrain.py --resume {folder}")
+            count = jax.process_count()
+            where = f", in all {count} processes" if count > 1 else ""
+            again = f"python scripts/pretrain.py --resume {folder}"
+            progress.note(f"saved step {state.step}; to go on{where}: {again}")
             return Outcome(folder, state.step, None, stop.exit_code)
         record_validation(setup, state, final, writer, progress)
         state.totals["secs"] = earlier_secs + time.perf_counter() - began
@@ -272,6 +321,15 @@ def train(setup: Setup, folder: Path, *, resume: bool = False, out: TextIO | Non
     (folder / report.SUMMARY_FILE).write_text(json.dumps(summary, indent=2) + "\n")
     report.write_report(folder)
     return Outcome(folder, state.step, summary, 0)
+
+
+def _unequal(problem: str, step: int, checkpoints: Checkpoints) -> str:
+    saved = checkpoints.latest()
+    back = "a new run" if saved is None else f"the checkpoint of step {saved}: --resume"
+    return (
+        f"devices must hold the same after step {step}, but {problem}. Nothing of that was saved. Look at that device's "
+        f"health, leave its node out, and go on from {back}."
+    )
 
 
 def _text(path: Path) -> str:

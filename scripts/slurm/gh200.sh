@@ -36,7 +36,8 @@ train() {
     fi
     # --wait: where one task has ended for so many seconds, the others are not waited for.
     srun --wait=300 --open-mode=append --output=task-%t.log "$PYTHON" "$CODE/scripts/pretrain.py" "$@" || code=$?
-    if [ "$code" = 143 ]; then # SIGTERM before the time limit, and a checkpoint
+    # 143: SIGTERM before the time limit, and a checkpoint. 75: a task was lost or stood still; not for ever, if it comes back.
+    if [ "$code" = 143 ] || { [ "$code" = 75 ] && [ "${SLURM_RESTART_COUNT:-0}" -lt 10 ]; }; then
         scontrol requeue "$SLURM_JOB_ID"
     fi
     exit "$code"

@@ -437,3 +437,36 @@ def test_nothing_to_resume(tmp_path, monkeypatch):
         runs.latest()
     with pytest.raises(ValueError, match=r"must hold config.json"):
         runs.load_config(tmp_path)
+
+
+def test_many_skipped_in_a_row_end_the_run_with_what_was_trained(corpus, tmp_path):
+    config = tiny(corpus, run__steps=40, optimizer__name="adams", run__most_skipped=3, mesh__data=2)
+    setup = build(config)
+    loader = start(setup).loader
+    sound = jnp.asarray(np.concatenate([next(loader)["tokens"] for _ in range(4)]))
+
+    def poisoned(params, batch):
+        known = jnp.all(batch["tokens"][:, None] == sound[None], axis=2).any()
+        return (
+            without_gradient(params, batch)
+            + jnp.where(known, 0.0, jnp.nan) * params["embed"]["embedding"][0, 0]
+        )
+
+    outcome, records, _ = run(with_loss(setup, poisoned), tmp_path / "run")
+    assert outcome.exit_code == 1 and "in a row had no finite gradient" in outcome.failure
+    assert 7 <= outcome.step < 12 and [r["skipped"] for r in records][:7] == [0, 0, 0, 0, 1, 2, 3]
+    assert saved_state(setup, tmp_path / "run", outcome.step).step == outcome.step
+
+
+def test_a_device_that_differs_ends_the_run_and_is_not_saved(corpus, tmp_path, monkeypatch):
+    config = tiny(
+        corpus, run__steps=6, optimizer__name="adams", run__compare_every=2, checkpoint__every=2, mesh__data=2
+    )
+    monkeypatch.setattr("training._guard.Guard.difference", lambda self, tree: next(found))
+    found = iter([None, "embed differs on data 1"])
+    with pytest.raises(
+        ValueError, match="must hold the same after step 4, but embed differs on data 1"
+    ) as error:
+        run(build(config), tmp_path / "run")
+    assert "the checkpoint of step 2" in str(error.value)
+    assert [int(p.name) for p in (tmp_path / "run" / "checkpoints").iterdir()] == [2]

@@ -1,0 +1,100 @@
+"""Processes that are lost, stopped or told to end, as whole runs over loopback: all end within seconds, and go on later."""
+
+import contextlib
+import signal
+import time
+
+import pytest
+
+from scripts.chaos import Group, checkpoints, last_step
+from tests.training.runs_for_tests import environment, options, tiny, write_corpus
+from training.config import update
+
+SECS = 60.0
+ROUNDS = {
+    "outer.name": "gasloc", "outer.local_steps": 2, "mesh.worker": 2, "mesh.data": 1, "optimizer.name": "adams",
+    "run.steps": 4000, "checkpoint.every": 4, "run.folder": "run",
+}  # fmt: skip
+SCAPE = {"mesh.data": 2, "run.steps": 4000, "checkpoint.every": 5, "run.folder": "run"}
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return write_corpus(tmp_path_factory.mktemp("corpus"), tokens=60_000)
+
+
+class Run(Group):
+    """Two processes that train as one, in a folder of their own."""
+
+    def __init__(self, folder, *arguments):
+        super().__init__(folder, arguments, 2, environment())
+        self.folder = folder / "run"
+
+    def wait(self, condition):
+        self.wait_until(condition, SECS)
+
+    def steps(self):
+        return last_step(self.folder)
+
+
+@pytest.fixture
+def start(tmp_path):
+    with contextlib.ExitStack() as stack:
+        yield lambda *arguments: stack.enter_context(Run(tmp_path, *arguments))
+
+
+@pytest.mark.parametrize(("changes", "lost"), [(ROUNDS, 1), (SCAPE, 0)], ids=["rounds", "scape"])
+def test_the_others_end_when_one_is_killed_and_the_run_goes_on(corpus, start, changes, lost):
+    config = update(tiny(corpus), changes)
+    run = start(*options(config))
+    run.wait(lambda: run.steps() >= 12)
+    run.processes[lost].kill()
+    other = 1 - lost
+    assert run.processes[other].wait(20) == 75, run.told(other)
+    told = run.told(other)
+    assert f"error: process {lost} (" in told and "was lost" in told and "--resume" in told
+    assert "Traceback" not in told
+    saved = checkpoints(run.folder)[-1]
+    again = start("--resume", "run", "--run.steps", str(saved + 4))
+    assert again.codes(SECS) == [0, 0], again.told(0) + again.told(1)
+    assert f"going on from step {saved}" in again.told(0)
+    assert again.steps() == saved + 4
+
+
+@pytest.mark.parametrize("told_to", [0, 1])
+def test_a_signal_to_one_process_ends_all_after_the_same_step(corpus, start, told_to):
+    """Case 19 (c), with lines and evaluations far apart: nobody waits for one of them."""
+    config = update(tiny(corpus), SCAPE | {"log.every": 3, "checkpoint.every": 0})
+    run = start(*options(config))
+    run.wait(lambda: run.steps() >= 6)
+    run.processes[told_to].send_signal(signal.SIGTERM)
+    assert run.codes(20) == [143, 143], run.told(0) + run.told(1)
+    saved = checkpoints(run.folder)
+    assert len(saved) == 1 and f"saved step {saved[0]}; to go on, in all 2 processes" in run.told(0)
+
+
+def test_a_signal_while_the_first_step_is_compiled_ends_all_at_once(corpus, start):
+    """Case 19 (b): there is nothing to save, and a compilation may take longer than a scheduler's grace time."""
+    run = start(*options(update(tiny(corpus), SCAPE)))
+    run.wait(lambda: "compiling" in run.told(0))
+    run.processes[1].send_signal(signal.SIGTERM)
+    began = time.monotonic()
+    codes = run.codes(20)
+    if "first step after" not in run.told(0):  # it was still compiling
+        assert codes == [143, 143] and time.monotonic() - began < 10
+        assert "nothing is lost by that" in run.told(0) and not checkpoints(run.folder)
+    assert not any(
+        line.startswith(("error:", "Traceback")) for i in range(2) for line in run.told(i).splitlines()
+    )
+
+
+def test_a_process_that_stands_still_is_named_and_ends_the_run(corpus, start):
+    run = start(*options(update(tiny(corpus), ROUNDS | {"run.hang_secs": 2.0, "checkpoint.every": 0})))
+    run.wait(lambda: run.steps() >= 140)  # of the last 50 rounds none was compiled
+    run.processes[1].send_signal(signal.SIGSTOP)
+    assert run.processes[0].wait(40) == 75, run.told(0)
+    told = run.told(0)
+    assert "error: no progress for" in told and "process 1 (" in told and "did not answer" in told
+    assert "Thread 0x" in told  # all stacks
+    run.processes[1].send_signal(signal.SIGCONT)
+    assert run.processes[1].wait(20) == 75, run.told(1)
