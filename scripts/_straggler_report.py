@@ -22,6 +22,18 @@ def reached(run: dict[str, Any], loss: float) -> float | None:
     return next((secs for secs, found in run["curve"] if found <= loss), None)
 
 
+def to_base(run: dict[str, Any], runs: list[dict[str, Any]]) -> tuple[float | None, float | None]:
+    """Seconds until the last loss of DiLoCo with the same slow link, and of its time the fraction; None if never."""
+    base = next((r for r in runs if (r["method"], r["share"]) == (BASE, run["share"])), None)
+    secs = reached(run, base["curve"][-1][1]) if base else None
+    return secs, None if base is None or secs is None else secs / base["secs"]
+
+
+def fast_idle(run: dict[str, Any]) -> float:
+    """Of all workers but the slow one, the last: the fraction of time that is not local steps."""
+    return float(np.mean(run["idle"][:-1]))
+
+
 def markdown(result: dict[str, Any]) -> str:
     """The results as Markdown, and which goals they meet."""
     settings, runs = result["settings"], result["runs"]
@@ -38,10 +50,8 @@ def markdown(result: dict[str, Any]) -> str:
     ]
     goals = []
     for run in runs:
-        base = next((r for r in runs if (r["method"], r["share"]) == (BASE, run["share"])), None)
-        secs = reached(run, base["curve"][-1][1]) if base else None
-        part = secs / base["secs"] if base and secs is not None else None
-        fast, steps = float(np.mean(run["idle"][:-1])), float(np.mean(run["mean_steps"][:-1]))
+        (secs, part), fast = to_base(run, runs), fast_idle(run)
+        steps = float(np.mean(run["mean_steps"][:-1]))
         rounds = len(run["rounds"][0])
         at, of_base = "" if secs is None else f"{secs:.0f}", "" if part is None else f"{part:.2f}"
         lines.append(
@@ -50,7 +60,7 @@ def markdown(result: dict[str, Any]) -> str:
             f"| {fast:.0%} | {run['idle'][-1]:.0%} | {steps:.1f} | {run['mean_steps'][-1]:.1f} "
             f"| {run['bytes_per_round'] / 1e3:,.0f} |"
         )
-        if run["method"].endswith("adapt") and base:
+        if run["method"].endswith("adapt") and any(r["method"] == BASE for r in runs):
             told = "never" if part is None else f"after {part:.2f} of its time"
             met = part is not None and part <= 0.5 and fast < 0.15
             goals.append(

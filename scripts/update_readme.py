@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from scripts import _comm_report as comm
+from scripts import _straggler_report as straggler
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "results"
@@ -48,8 +49,26 @@ def comm_table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def straggler_table(result: dict[str, Any]) -> str:
+    """Seconds to DiLoCo's last loss with one slow link, and how much of their time the fast workers wait."""
+    lines = [
+        "| slow link | method | s a round | loss at the end | DiLoCo's loss after | fast workers idle | KB a round |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for run in result["runs"]:
+        secs, part = straggler.to_base(run, result["runs"])
+        shown = "never" if secs is None else f"{secs:.0f} s ({part:.2f} of its time)"
+        lines.append(
+            f"| {run['share']:.0%} | {run['method']} | {run['secs'] / len(run['rounds'][0]):.2f} "
+            f"| {run['curve'][-1][1]:.3f} | {shown} | {straggler.fast_idle(run):.1%} "
+            f"| {run['bytes_per_round'] / 1e3:,.0f} |"
+        )
+    return "\n".join(lines)
+
+
 TABLES: dict[str, tuple[pathlib.Path, Callable[[dict[str, Any]], str]]] = {
     "comm": (RESULTS / "comm" / "comm.json", comm_table),
+    "straggler": (RESULTS / "straggler" / "straggler.json", straggler_table),
 }
 
 
