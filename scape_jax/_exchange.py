@@ -165,7 +165,9 @@ def _sum_in_parts(tree: Any, *, axis_name: AxisName, num_workers: int) -> Any:
         parts = lax.all_to_all(parts, axis_name, 0, 0)
     else:
         parts = gloo.all_to_all(parts, axis_name, num_workers)
-    part = jnp.sum(lax.bitcast_convert_type(parts, jnp.bfloat16), axis=0, dtype=jnp.float32)
+    # Added in a fixed order, which a reduction leaves to the program around it.
+    wide = lax.bitcast_convert_type(parts, jnp.bfloat16).astype(jnp.float32)
+    part = functools.reduce(jnp.add, list(wide))
     bits = lax.bitcast_convert_type(part.astype(jnp.bfloat16), jnp.uint16)
     total = lax.bitcast_convert_type(all_gather(bits, axis_name, num_workers), jnp.bfloat16).reshape(-1)
     sums = lax.psum([x for i, x in enumerate(leaves) if i not in narrow], axis_name)
