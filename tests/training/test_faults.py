@@ -10,12 +10,14 @@ from scripts.chaos import Group, checkpoints, last_step
 from tests.training.runs_for_tests import environment, options, tiny, write_corpus
 from training.config import update
 
-SECS = 60.0
+SECS = 240.0  # two processes start and compile beside other tests
 ROUNDS = {
     "outer.name": "gasloc", "outer.local_steps": 2, "mesh.worker": 2, "mesh.data": 1, "optimizer.name": "adams",
     "run.steps": 4000, "checkpoint.every": 4, "run.folder": "run",
 }  # fmt: skip
-SCAPE = {"mesh.data": 2, "run.steps": 4000, "checkpoint.every": 5, "run.folder": "run"}
+STEPS = {
+    "mesh.data": 2, "optimizer.name": "adams", "run.steps": 4000, "checkpoint.every": 5, "run.folder": "run",
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -43,10 +45,9 @@ def start(tmp_path):
         yield lambda *arguments: stack.enter_context(Run(tmp_path, *arguments))
 
 
-@pytest.mark.parametrize(("changes", "lost"), [(ROUNDS, 1), (SCAPE, 0)], ids=["rounds", "scape"])
-def test_the_others_end_when_one_is_killed_and_the_run_goes_on(corpus, start, changes, lost):
-    config = update(tiny(corpus), changes)
-    run = start(*options(config))
+def test_the_others_end_when_one_is_killed_and_the_run_goes_on(corpus, start):
+    """Process 0, whose end JAX's own service in the others does not survive either."""
+    lost, run = 0, start(*options(update(tiny(corpus), STEPS)))
     run.wait(lambda: run.steps() >= 12)
     run.processes[lost].kill()
     other = 1 - lost
@@ -61,13 +62,12 @@ def test_the_others_end_when_one_is_killed_and_the_run_goes_on(corpus, start, ch
     assert again.steps() == saved + 4
 
 
-@pytest.mark.parametrize("told_to", [0, 1])
-def test_a_signal_to_one_process_ends_all_after_the_same_step(corpus, start, told_to):
+def test_a_signal_to_one_process_ends_all_after_the_same_step(corpus, start):
     """Case 19 (c), with lines and evaluations far apart: nobody waits for one of them."""
-    config = update(tiny(corpus), SCAPE | {"log.every": 3, "checkpoint.every": 0})
+    config = update(tiny(corpus), STEPS | {"log.every": 3, "checkpoint.every": 0})
     run = start(*options(config))
     run.wait(lambda: run.steps() >= 6)
-    run.processes[told_to].send_signal(signal.SIGTERM)
+    run.processes[1].send_signal(signal.SIGTERM)
     assert run.codes(20) == [143, 143], run.told(0) + run.told(1)
     saved = checkpoints(run.folder)
     assert len(saved) == 1 and f"saved step {saved[0]}; to go on, in all 2 processes" in run.told(0)
@@ -75,7 +75,7 @@ def test_a_signal_to_one_process_ends_all_after_the_same_step(corpus, start, tol
 
 def test_a_signal_while_the_first_step_is_compiled_ends_all_at_once(corpus, start):
     """Case 19 (b): there is nothing to save, and a compilation may take longer than a scheduler's grace time."""
-    run = start(*options(update(tiny(corpus), SCAPE)))
+    run = start(*options(update(tiny(corpus), STEPS)))
     run.wait(lambda: "compiling" in run.told(0))
     run.processes[1].send_signal(signal.SIGTERM)
     began = time.monotonic()
