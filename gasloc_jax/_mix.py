@@ -178,7 +178,7 @@ class Mixer:
 
         def branch(graph: Graph):
             permuted = lambda x: tuple(lax.ppermute(x, axis, pairs) for pairs in graph.messages)  # noqa: E731
-            if typed or not graph.messages:
+            if typed or not graph.messages or not jax.tree.leaves(messages):
                 return permuted
             return lambda x: lax.platform_dependent(x, cpu=_on_cpu(graph, axis), default=permuted)
 

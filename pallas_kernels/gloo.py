@@ -66,7 +66,9 @@ def swap_in_turn(
     """
     found: list[Any] = []
     for pairs in matchings:
-        turn = is_computed(jax.tree.leaves(found[-1])[-1]) if found else None
+        turn = None
+        if found:
+            turn = jnp.stack([is_computed(x) for x in jax.tree.leaves(found[-1])]).all()
         found.append(swap(tree, axis_name, pairs, turn))
     mine = jnp.asarray(brought)[:, lax.axis_index(axis_name)]
     return tuple(jax.tree.map(lambda *x, k=k: lax.select_n(mine[k], *x), *found) for k in range(len(brought)))

@@ -4,6 +4,8 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from scripts._link_bench import commands
+
 METHODS = (
     "adamw",
     "adams",
@@ -59,7 +61,7 @@ def markdown(result: dict[str, Any]) -> str:
         f"{settings['rows']} sequences of 32 bytes a worker and step; DiLoCo and GASLoC in rounds of {rounds} inner "
         f"steps. Times in ms of a step or round. {result['date']}, Linux {result['kernel']}, Python {result['python']}, "
         f"JAX {result['jax']}.\n",
-        f"    {result['command']}\n",
+        commands(cells),
         "| Mbit/s | method | time | compute | update | exposed | of the ideal | to dense | KB sent | counted |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]

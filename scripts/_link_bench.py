@@ -40,6 +40,12 @@ def provenance(script: str) -> dict[str, Any]:
     }
 
 
+def commands(items: list[dict[str, Any]]) -> str:
+    """The distinct commands that made these results, each with its date, as Markdown."""
+    made = dict.fromkeys((item["date"], item["command"]) for item in items)
+    return "\n".join(f"    {command}    # {date}" for date, command in sorted(made)) + "\n"
+
+
 def kept(path: pathlib.Path, settings: dict[str, Any], items: str) -> dict[str, Any]:
     """The results that the file holds, which must be of the same settings; new ones where there is none."""
     if not path.exists():

@@ -5,6 +5,8 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
+from scripts._link_bench import commands
+
 BASE = "diloco"
 SHOWN_ROUNDS = 8  # of the timeline
 
@@ -29,6 +31,11 @@ def to_base(run: dict[str, Any], runs: list[dict[str, Any]]) -> tuple[float | No
     return secs, None if base is None or secs is None else secs / base["secs"]
 
 
+def has_base(run: dict[str, Any], runs: list[dict[str, Any]]) -> bool:
+    """Whether DiLoCo was run with the same slow link."""
+    return any((r["method"], r["share"]) == (BASE, run["share"]) for r in runs)
+
+
 def fast_idle(run: dict[str, Any]) -> float:
     """Of all workers but the slow one, the last: the fraction of time that is not local steps."""
     return float(np.mean(run["idle"][:-1]))
@@ -43,7 +50,7 @@ def markdown(result: dict[str, Any]) -> str:
         f"Mbit/s, that of worker {workers - 1} a share of it; up to {settings['local_steps']} local steps a round. Idle is "
         f"all time that is not local steps. {result['date']}, Linux {result['kernel']}, Python {result['python']}, JAX "
         f"{result['jax']}.\n",
-        f"    {result['command']}\n",
+        commands(runs),
         "| share | method | rounds | s | s a round | loss | s to DiLoCo's loss | of its time | idle, fast | idle, slow "
         "| steps, fast | steps, slow | KB a round |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
@@ -60,11 +67,11 @@ def markdown(result: dict[str, Any]) -> str:
             f"| {fast:.0%} | {run['idle'][-1]:.0%} | {steps:.1f} | {run['mean_steps'][-1]:.1f} "
             f"| {run['bytes_per_round'] / 1e3:,.0f} |"
         )
-        if run["method"].endswith("adapt") and any(r["method"] == BASE for r in runs):
+        if run["method"].endswith("adapt") and has_base(run, runs):
             told = "never" if part is None else f"after {part:.2f} of its time"
             met = part is not None and part <= 0.5 and fast < 0.15
             goals.append(
-                f"- share {run['share']:g}, {run['method']}: DiLoCo's loss {told} (goal 0.5), fast workers idle {fast:.0%} "
+                f"- share {run['share']:g}, {run['method']}: DiLoCo's loss {told} (goal 0.5), fast workers idle {fast:.1%} "
                 f"(goal below 15 %): {'met' if met else 'NOT met'}."
             )
     return "\n".join([*lines, "", *goals]) + "\n"

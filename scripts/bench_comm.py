@@ -98,7 +98,8 @@ def main(settings: Settings) -> dict[str, Any]:
         if not any((c["method"], c["bandwidth"]) == (method, mbit * 1e6) for c in result["cells"])
     ]
     with bench.start(settings.workers, "_comm_worker", settings, Task, console) as workers:
-        result |= workers.ready[0] | bench.provenance("bench_comm")
+        made_by = bench.provenance("bench_comm")
+        result |= workers.ready[0] | made_by
         for method in dict.fromkeys(method for method, _ in wanted):
             workers.cluster.set_bandwidth(None)
             start = time.perf_counter()
@@ -106,6 +107,7 @@ def main(settings: Settings) -> dict[str, Any]:
             console.print(f"{method}: ready after {time.perf_counter() - start:.0f} s")
             for mbit in (speed for name, speed in wanted if name == method):
                 cell = measure(workers, settings, method, mbit, made)
+                cell |= {name: made_by[name] for name in ("date", "command")}
                 result["cells"].append(cell)
                 bench.save(path, result, indent=1)
                 console.print(f"  {report.line(cell)}")

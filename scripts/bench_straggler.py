@@ -111,9 +111,11 @@ def main(settings: Settings) -> dict[str, Any]:
     wanted = [(m, s) for m in settings.methods for s in settings.shares if (m, s) not in done]
     prepare_stdlib()
     with bench.start(WORKERS, "_straggler_worker", settings, Task, console, timeout_secs=1800) as workers:
-        result |= workers.ready[0] | bench.provenance("bench_straggler")
+        made_by = bench.provenance("bench_straggler")
+        result |= workers.ready[0] | made_by
         for method, share in wanted:
             found = run(workers, settings, method, share)
+            found |= {name: made_by[name] for name in ("date", "command")}
             result["runs"].append(found)
             bench.save(path, result)
             console.print(report.line(found))

@@ -31,11 +31,12 @@ import tyro
 from rich.console import Console
 
 from scripts._link_bench import provenance
-from training import metrics
+from training import _integrity, metrics
 from training.token_file import replace_atomically
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-KINDS = ("kill one", "kill all", "stop one", "terminate one", "cut a file", "flip a bit")
+ON_FILES = ("cut a file", "flip a bit")
+KINDS = ("kill one", "kill all", "stop one", "terminate one", *ON_FILES)
 _POLL_SECS = 0.05
 
 
@@ -158,8 +159,20 @@ def last_step(folder: pathlib.Path) -> int:
     return max(losses(folder), default=0) if path.exists() else 0
 
 
-def _has_come(folder: pathlib.Path, step: int) -> bool:
-    return last_step(folder) >= step
+def sealed(folder: pathlib.Path) -> list[int]:
+    """Steps of the checkpoints whose files are summed up."""
+    return [
+        step
+        for step in checkpoints(folder)
+        if (folder / "checkpoints" / str(step) / _integrity.FILE).exists()
+    ]
+
+
+def _is_ready(group: Group, folder: pathlib.Path, step: int, two_checkpoints: bool) -> bool:
+    """Whether this start has come to the step of its fault, and where one is to be damaged, has two checkpoints."""
+    if "first step after" not in group.told(0) or last_step(folder) < step:
+        return False
+    return not two_checkpoints or len(sealed(folder)) > 1
 
 
 def checkpoints(folder: pathlib.Path) -> list[int]:
@@ -213,8 +226,16 @@ def strike(kind: str, group: Group, folder: pathlib.Path, rng: random.Random) ->
     if kind == "kill all":
         return "all processes"
     group.codes(10.0)
-    newest = folder / "checkpoints" / str(checkpoints(folder)[-1])
-    path = rng.choice(sorted(p for p in newest.rglob("*") if p.is_file() and p.stat().st_size > 0))
+    step = sealed(folder)[-1]
+    for later in [
+        s for s in checkpoints(folder) if s > step
+    ]:  # finished and not summed up yet: as if it had not finished
+        shutil.rmtree(folder / "checkpoints" / str(later))
+    newest = folder / "checkpoints" / str(step)
+    files = (
+        p for p in newest.rglob("*") if p.is_file() and p.stat().st_size > 0 and p.name != _integrity.FILE
+    )
+    path = rng.choice(sorted(files))
     content = bytearray(path.read_bytes())
     if kind == "cut a file":
         content = content[: rng.randrange(len(content))]
@@ -244,16 +265,16 @@ def disturbed(settings: Settings, folder: pathlib.Path, steps: int, console: Con
         kind = rng.choice(settings.kinds)
         done = last_step(run)
         at = done + rng.randint(1, 2 * settings.steps_between)
-        if kind in ("cut a file", "flip a bit"):
-            at = max(at, 2 * settings.checkpoint_every + 4)  # two checkpoints are there
-        at = min(at, steps - 4)
+        if kind == "stop one":
+            at = max(at, done + 24)  # the deadline of a step follows from the steps of this start
         resumed = bool(checkpoints(run))
         if not resumed and run.exists():
             shutil.rmtree(run)
         before = checkpoints(run)
         arguments = ("--resume", "run") if resumed else begin
         with Group(folder, arguments, settings.processes, environment) as group:
-            group.wait_until(functools.partial(_has_come, run, at), settings.start_secs)
+            ready = functools.partial(_is_ready, group, run, at, kind in ON_FILES)
+            group.wait_until(ready, settings.start_secs)
             time.sleep(rng.random() * 0.3)
             reached = last_step(run)
             hit, began = strike(kind, group, run, rng), time.monotonic()
@@ -270,7 +291,7 @@ def disturbed(settings: Settings, folder: pathlib.Path, steps: int, console: Con
             told = group.told(0)
         whole = checkpoints(run)
         going_on = whole[-1] if whole else 0
-        if kind in ("cut a file", "flip a bit"):
+        if kind in ON_FILES:
             going_on = whole[-2]
         fault = {
             "number": number,
@@ -354,7 +375,7 @@ def main(settings: Settings) -> dict[str, Any]:
     settings.out.mkdir(parents=True, exist_ok=True)
     console, work = Console(), settings.out / "work"
     shutil.rmtree(work, ignore_errors=True)
-    steps = (settings.faults + 2) * settings.steps_between // 2 * 2
+    steps = (2 * settings.faults + 4) * (settings.steps_between + 10) // 2 * 2
     for name in ("disturbed", "undisturbed"):
         (work / name).mkdir(parents=True)
     faults = disturbed(settings, work / "disturbed", steps, console)
@@ -383,4 +404,5 @@ def main(settings: Settings) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(1 if main(tyro.cli(Settings, description=__doc__))["different"] else 0)
+    found = main(tyro.cli(Settings, description=__doc__))
+    sys.exit(1 if found["different"] or not all(f["as_documented"] for f in found["faults"]) else 0)

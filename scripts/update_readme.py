@@ -57,7 +57,11 @@ def straggler_table(result: dict[str, Any]) -> str:
     ]
     for run in result["runs"]:
         secs, part = straggler.to_base(run, result["runs"])
-        shown = "never" if secs is None else f"{secs:.0f} s ({part:.2f} of its time)"
+        shown = (
+            ("never" if straggler.has_base(run, result["runs"]) else "")
+            if secs is None
+            else f"{secs:.0f} s ({part:.2f} of its time)"
+        )
         lines.append(
             f"| {run['share']:.0%} | {run['method']} | {run['secs'] / len(run['rounds'][0]):.2f} "
             f"| {run['curve'][-1][1]:.3f} | {shown} | {straggler.fast_idle(run):.1%} "

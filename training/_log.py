@@ -98,9 +98,9 @@ class RunLog:
         self._window = []
         for measured in window:
             skipped = int(measured["skipped"])
-            # In rounds one worker may have dropped its own; the loss is NaN where all have.
-            alone = "dropped_workers" in measured and math.isfinite(measured["loss"])
-            self.skipped_in_row = self.skipped_in_row + 1 if skipped > self._skipped and not alone else 0
+            # In rounds one worker may have dropped its own, or only skipped steps: that says whether all have.
+            nothing = measured.pop("nothing_sound", skipped > self._skipped)
+            self.skipped_in_row = self.skipped_in_row + 1 if nothing else 0
             self._skipped = skipped
         since = self._mark or self._start
         if since[0] == step:  # only the first step, compilation included

@@ -51,8 +51,8 @@ class Pace:
         self._mine.append((round, local_secs / max(counts[self._own]), exchange_secs))
         if len(self._mine) < self._every:
             return None
-        rounds, mine = [number for number, _, _ in self._mine], self._mine
-        self._mine = []
+        mine = self._mine[-ADAPT_EVERY:]  # a link that became slower in between counts as it is now
+        rounds, self._mine = [number for number, _, _ in mine], []
         told = self.choose(rounds, self._gathered(np.array([times[1:] for times in mine], np.float32)))
         self._every = ADAPT_EVERY if told else min(2 * self._every, MOST_EVERY)
         return told

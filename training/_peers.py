@@ -15,6 +15,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -106,6 +107,9 @@ class Peers:
         if not self._closing:
             self._send_all({"kind": "failed", "text": text})
         self.close()
+        if self.index == 0:
+            time.sleep(_GRACE_SECS)
+            self.let_others_end()
 
     def close(self) -> None:
         """Ends the lines without alarm: the others know that this process is done."""
@@ -155,7 +159,11 @@ class Peers:
                 while b"\n" in line:
                     one, _, rest = bytes(line).partition(b"\n")
                     line[:] = rest
-                    self._take(number, json.loads(one))
+                    try:
+                        self._take(number, json.loads(one))
+                    except Exception as error:  # without this thread nobody would be missed any more
+                        traceback.print_exc()
+                        self.declare(f"the line to {self.called([number])} failed: {error!r}")
         self._selector.close()
 
     def _take(self, number: int, message: dict[str, Any]) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import jax
 
-from training._stop import CommonStop
 from training.data import EvalBatches, eval_batches
 from training.evaluate import Evaluation, evaluate
 from training.metrics import MetricsWriter, NoWriter
@@ -17,14 +17,15 @@ if TYPE_CHECKING:
     from training.train import Setup, State
 
 
-def validate(setup: Setup, state: State, batches: int, stop: CommonStop | None = None) -> Evaluation | None:
+def validate(
+    setup: Setup, state: State, batches: int, should_stop: Callable[[], bool] = lambda: False
+) -> Evaluation | None:
     """Loss on up to `batches` batches of held-out text (0: all of it); None if a signal came in between.
 
     In rounds it is that of the mean over workers, and their disagreement stands beside it.
     """
     method, own = setup.method, (jax.process_index(), jax.process_count())
     held_out = _held_out(setup, batches, *own)
-    should_stop = stop.here if stop else (lambda: False)
     params = method.model(state.params, state.opt_state)
     result = evaluate(setup.model, params, held_out, setup.mesh, setup.batch_axes, should_stop=should_stop)
     if result is None:

@@ -20,7 +20,7 @@ LEAST_SECS, RARE_SECS = 120.0, 3600.0
 TIMES_LONGEST = 20.0  # of the recent steps
 _RECENT = 50
 _STEPS_FIRST = 5  # before a step's deadline is known
-_WAKE_SECS = 1.0
+_WAKE_SECS, _LATE_SECS = 1.0, 2.0
 _ANSWER_SECS = 5.0  # of a process that is asked where it is
 
 
@@ -70,7 +70,14 @@ class Watchdog:
         return f"no progress for {secs:.0f} s ({self._doing or 'start'}; the deadline is {deadline:.0f} s)"
 
     def _watch(self) -> None:
-        while not self._ended.wait(min(_WAKE_SECS, self._least_secs / 4)):
+        asked = min(_WAKE_SECS, self._least_secs / 4)
+        while True:
+            before = self._clock()
+            if self._ended.wait(asked):
+                return
+            late = self._clock() - before - asked
+            if late > _LATE_SECS:  # this process was stopped, by Ctrl-Z or a scheduler that suspends jobs
+                self._since += late
             found = self.hung()
             if found:
                 self._on_hung(found)

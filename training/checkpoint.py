@@ -57,7 +57,7 @@ class Checkpoints:
         self.folder = Path(folder).absolute() / CHECKPOINT_FOLDER
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, keep_period=keep_every or None, create=True)
         self._manager = ocp.CheckpointManager(self.folder, options=options)
-        self._closing = threading.Event()
+        self._over = threading.Event()
         self._sealing: list[threading.Thread] = []
 
     def latest(self) -> int | None:
@@ -138,9 +138,8 @@ class Checkpoints:
     def _seal(self, step: int) -> None:
         """Once orbax has finished a checkpoint, which then takes its name, sums up its files."""
         folder = self.folder / str(step)
-        while not folder.is_dir():
-            if self._closing.wait(_LOOK_SECS):
-                return
+        while not folder.is_dir() and not self._over.wait(_LOOK_SECS):
+            pass
         with contextlib.suppress(
             OSError
         ):  # it is a newer one's turn, and this was removed; or the disk is full
@@ -252,16 +251,20 @@ class Checkpoints:
     def wait(self) -> None:
         """Returns once everything saved is on disk."""
         self._manager.wait_until_finished()
+        self._end_sealing()
+
+    def _end_sealing(self) -> None:
+        """What is to come of the saves begun is there."""
+        self._over.set()
         for thread in self._sealing:
             thread.join()
+        self._over.clear()
 
     def close(self) -> None:
         try:
             self._manager.wait_until_finished()
         finally:
-            self._closing.set()
-            for thread in self._sealing:
-                thread.join()
+            self._end_sealing()
             self._manager.close()
 
     def __enter__(self) -> Checkpoints:

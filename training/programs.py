@@ -11,6 +11,8 @@ import pathlib
 import jax
 from jax._src import cache_key  # there is no public way to a key
 
+_SHARE_SECS = 300
+
 
 def compile_once(folder: str | pathlib.Path) -> None:
     """From here on this process compiles as described above, if its backend is the CPU; every process calls it.
@@ -26,3 +28,5 @@ def compile_once(folder: str | pathlib.Path) -> None:
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
     jax.config.update("jax_share_binary_between_hosts", True)
+    # Where processes came to different programs, or another run filled the folder at that very moment.
+    jax.config.update("jax_share_binary_between_hosts_timeout_ms", _SHARE_SECS * 1000)

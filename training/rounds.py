@@ -147,7 +147,8 @@ class Rounds:
             sound = _sound(found)
             lost |= set(np.flatnonzero(~sound).tolist())
             self._tell_lost(np.flatnonzero(~sound).tolist(), found["dropped"])
-            collected.append(_over_workers(found, sound) | known | {"dropped_workers": sorted(lost)})
+            told = {"dropped_workers": sorted(lost), "nothing_sound": not sound.any()}
+            collected.append(_over_workers(found, sound) | known | told)
         return collected
 
     def _tell_lost(self, lost: list[int], dropped: np.ndarray) -> None:

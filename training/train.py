@@ -195,8 +195,10 @@ def train(setup: Setup, folder: Path, *, resume: bool = False, out: TextIO | Non
         kept = {"keep": config.checkpoint.keep, "keep_every": config.checkpoint.keep_every}
         checkpoints = stack.enter_context(Checkpoints(folder, **kept))
         # A run that was stopped before its first checkpoint has nothing to go on from: it starts anew.
-        going_on = resume and checkpoints.latest() is not None
         told_first = functools.partial(print, file=out)
+        going_on = resume and from_first(lambda: str(checkpoints.latest() or "")) != ""
+        if resume and not going_on:
+            told_first(f"no checkpoint in {checkpoints.folder}: starting anew")
         state = restore(setup, checkpoints, told_first) if going_on else start(setup)
         stack.callback(state.loader.close)
         if state.step > total:
@@ -224,12 +226,14 @@ def train(setup: Setup, folder: Path, *, resume: bool = False, out: TextIO | Non
         lines = peers()
 
         def leave(number: int) -> None:
-            progress.note(f"stopped before the first {method.unit} was done: nothing is lost by that")
-            progress.console.show_cursor(True)
-            if lines is not None:
-                lines.close()
-                lines.let_others_end()
-            os._exit(128 + number)
+            try:
+                progress.note(f"stopped before the first {method.unit} was done: nothing is lost by that")
+                progress.console.show_cursor(True)
+                if lines is not None:
+                    lines.close()
+                    lines.let_others_end()
+            finally:
+                os._exit(128 + number)
 
         def told(number: int) -> None:
             progress.note(f"stopping after this {method.unit}; once more to leave at once, unsaved")
@@ -239,7 +243,12 @@ def train(setup: Setup, folder: Path, *, resume: bool = False, out: TextIO | Non
         hang = Hang(lines, lambda: stop.passed)
         watch = stack.enter_context(Watchdog(hang.report, least_secs=config.run.hang_secs))
         stack.enter_context(signals)
-        method.check(state.step, progress.note)
+
+        def noted(text: str) -> None:
+            watch.doing("compilation")  # what a method tells of is rare, and may take its time
+            progress.note(text)
+
+        method.check(state.step, noted)
         progress.note(startup_text(setup, folder, state))
         if state.resized:
             progress.note(state.resized)
@@ -253,6 +262,10 @@ def train(setup: Setup, folder: Path, *, resume: bool = False, out: TextIO | Non
             in_flight=method.in_flight,
             collect=method.collect,
         )
+
+        def here() -> bool:
+            watch.doing("evaluation")
+            return stop.here()
 
         guard = Guard(setup.mesh)
         too_many_skipped = lambda: 0 < config.run.most_skipped <= log.skipped_in_row  # noqa: E731
@@ -279,9 +292,10 @@ def train(setup: Setup, folder: Path, *, resume: bool = False, out: TextIO | Non
             if _passed(evaluate_every, before, state.step) and state.step < total:
                 with log.pause():
                     watch.doing("evaluation")
-                    result = validate(setup, state, config.eval.batches, stop)
+                    result = validate(setup, state, config.eval.batches, here)
                     record_validation(setup, state, result, writer, progress)
             if _passed(config.run.compare_every, before, state.step):
+                watch.doing("comparison")
                 problem = guard.difference((state.params, state.opt_state))
                 if problem:
                     raise ValueError(_unequal(problem, state.step, checkpoints))
@@ -306,7 +320,7 @@ def train(setup: Setup, folder: Path, *, resume: bool = False, out: TextIO | Non
             )
         if failure:
             return Outcome(folder, state.step, None, 1, failure)
-        final = validate(setup, state, config.eval.final_batches, stop) if stop.received is None else None
+        final = validate(setup, state, config.eval.final_batches, here) if stop.received is None else None
         if final is None:
             count = jax.process_count()
             where = f", in all {count} processes" if count > 1 else ""

@@ -21,7 +21,7 @@ from typing import Any
 
 from training.launch import Cluster
 
-_MARK, _MORE = "@answer ", "@answer more "
+_MARK, _MORE = "@answer ", "@answer-more "
 _PART_CHARACTERS = 1 << 19  # the launcher cuts longer lines
 _KEPT_LINES = 40
 
@@ -49,12 +49,18 @@ class Answers:
 
     def take(self, worker: int, line: str) -> tuple[str | None, dict[str, Any] | None]:
         """(what the worker printed, its answer) of a line, each None where the line holds none."""
-        text, found, part = line.partition(_MARK)
-        if not found:
-            return line, None
-        more = (found + part).startswith(_MORE)
-        self._parts[worker] += part.removeprefix("more ") if more else part
-        return text or None, None if more else json.loads(self._parts.pop(worker))
+        for mark in (_MORE, _MARK):
+            text, found, part = line.partition(mark)
+            if not found:
+                continue
+            if mark == _MORE:
+                self._parts[worker] += part
+                return text or None, None
+            try:
+                return text or None, json.loads(self._parts.pop(worker, "") + part)
+            except json.JSONDecodeError:  # a worker that printed the mark itself
+                break
+        return line, None
 
 
 @contextlib.contextmanager

@@ -36,8 +36,10 @@ train() {
     fi
     # --wait: where one task has ended for so many seconds, the others are not waited for.
     srun --wait=300 --open-mode=append --output=task-%t.log "$PYTHON" "$CODE/scripts/pretrain.py" "$@" || code=$?
-    # 143: SIGTERM before the time limit, and a checkpoint. 75: a task was lost or stood still; not for ever, if it comes back.
-    if [ "$code" = 143 ] || { [ "$code" = 75 ] && [ "${SLURM_RESTART_COUNT:-0}" -lt 10 ]; }; then
+    # 143: SIGTERM before the time limit, and a checkpoint. A task that was lost ends the others with 75, and srun with the
+    # highest code, 128 and the signal that ended it; one that stood still gives 75. Not for ever, if it comes back.
+    local lost=$(((code == 75 || (code >= 128 && code != 130)) && ${SLURM_RESTART_COUNT:-0} < 10))
+    if [ "$code" = 143 ] || [ "$lost" = 1 ]; then
         scontrol requeue "$SLURM_JOB_ID"
     fi
     exit "$code"

@@ -75,7 +75,10 @@ def test_a_job_that_ran_out_of_time_is_queued_again_and_goes_on(tmp_path):
     )  # another job does not take this run up
 
 
-@pytest.mark.parametrize(("code", "restarts", "again"), [(75, "0", True), (75, "10", False), (2, "0", False)])
+@pytest.mark.parametrize(
+    ("code", "restarts", "again"),
+    [(75, "0", True), (137, "9", True), (75, "10", False), (2, "0", False), (130, "0", False)],
+)
 def test_a_job_that_lost_a_task_is_queued_again_a_few_times(tmp_path, code, restarts, again):
     told(JOBS[0], tmp_path, code=code, SLURM_RESTART_COUNT=restarts)
     assert (tmp_path / "scontrol").exists() == again
