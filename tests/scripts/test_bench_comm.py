@@ -102,7 +102,10 @@ def test_table_and_verdicts():
         "settings": {"workers": 4, "rows": 4}, "cells": cells, "parameters": 5, "cores": 2, "date": "d", "kernel": "k",
         "python": "p", "jax": "j", "command": "c",
     }  # fmt: skip
+    for made, one in zip("aab", cells, strict=True):
+        one |= {"date": "d", "command": f"bench {made}"}
     text = report.markdown(result)
+    assert text.count("    bench a    # d\n") == text.count("    bench b    # d\n") == 1  # each command once
     assert "| 50 | diloco | 2,000 | 40 | 10 | 1,950 | 1.00 | 5.0x | 1 | +10.0% |" in text
     assert (
         "dense AdamS waits 95% of a step" in text

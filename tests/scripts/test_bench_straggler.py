@@ -59,9 +59,11 @@ def test_time_to_the_same_loss():
         "settings": {"mbit": 80, "local_steps": 30}, "runs": [base, good, never], "parameters": 5, "cores": 2, "date": "d",
         "kernel": "k", "python": "p", "jax": "j", "command": "c",
     }  # fmt: skip
+    for one in result["runs"]:
+        one |= {"date": "d", "command": "bench"}
     text = report.markdown(result)
     assert (
-        "gasloc_1peer_adapt: DiLoCo's loss after 0.50 of its time (goal 0.5), fast workers idle 10%" in text
+        "gasloc_1peer_adapt: DiLoCo's loss after 0.50 of its time (goal 0.5), fast workers idle 10.0%" in text
     )
     assert (
         text.count(": met.") == 1 and "int8_adapt: DiLoCo's loss never" in text and text.count("NOT met") == 1
