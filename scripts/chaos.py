@@ -260,9 +260,11 @@ def disturbed(settings: Settings, folder: pathlib.Path, steps: int, console: Con
     rng, environment = random.Random(settings.seed), os.environ | {"JAX_PLATFORMS": "cpu"}
     run = folder / "run"
     struck: list[dict[str, Any]] = []
+    left: list[str] = []
     begin = arguments_of(settings, steps)
     for number in range(settings.faults):
-        kind = rng.choice(settings.kinds)
+        left = left or rng.sample(settings.kinds, len(settings.kinds))  # each as often as the others
+        kind = left.pop()
         done = last_step(run)
         at = done + rng.randint(1, 2 * settings.steps_between)
         if kind == "stop one":
