@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from gasloc_jax._worker_round import RoundState
+from pallas_kernels.resized import resized
 
 
 def resized_state(state: RoundState, like: RoundState) -> RoundState:
@@ -29,26 +30,15 @@ def resized_state(state: RoundState, like: RoundState) -> RoundState:
             "a state must be between two rounds, got one between their halves. Finish the round."
         )
     num_workers = like.round.shape[0]
-    whole = {name: _moved(getattr(state, name), num_workers) for name in ("params", "anchor")}
+    whole = {name: _resized(getattr(state, name), num_workers) for name in ("params", "anchor")}
     twins = {
         name: _twins(getattr(state, name), num_workers) for name in ("inner", "round", "steps", "skipped")
     }
     return RoundState(**whole, **twins, outer=_outer(state.outer, like.outer, num_workers), arrival=None)
 
 
-def moved(x: jax.Array, num_workers: int) -> jax.Array:
-    """(W, ...) -> (W', ...) with the same mean over the workers."""
-    mean = jnp.mean(x, axis=0, keepdims=True, dtype=jnp.float32)
-    more = num_workers - x.shape[0]
-    if more >= 0:
-        return jnp.concatenate([x, jnp.broadcast_to(mean.astype(x.dtype), (more, *x.shape[1:]))])
-    stay = x[:num_workers]
-    left = mean - jnp.mean(stay, axis=0, keepdims=True, dtype=jnp.float32)
-    return (stay + left).astype(x.dtype)
-
-
-def _moved(tree: Any, num_workers: int) -> Any:
-    return jax.tree.map(lambda x: moved(x, num_workers), tree)
+def _resized(tree: Any, num_workers: int) -> Any:
+    return jax.tree.map(lambda x: resized(x, num_workers), tree)
 
 
 def _twins(tree: Any, num_workers: int) -> Any:
@@ -77,7 +67,7 @@ def _joined(x: jax.Array, num_workers: int) -> jax.Array:
     """Of the outer state: who stays keeps its own, who joins takes the mean; whole numbers are those of a twin."""
     if not jnp.issubdtype(x.dtype, jnp.floating) or num_workers <= x.shape[0]:
         return _twins(x, num_workers)
-    return moved(x, num_workers)
+    return resized(x, num_workers)
 
 
 def _owed_of_all(pieces: Any, like: Any, num_workers: int) -> Any:
@@ -89,7 +79,7 @@ def _owed_of_all(pieces: Any, like: Any, num_workers: int) -> Any:
 
 def _owed(x: jax.Array, like: Any, num_workers: int) -> jax.Array:
     """(W, [F,] devices, entries): of a piece that is padded for W workers, zeros behind its end."""
-    x, wanted = moved(x, num_workers), like.shape[-2] * like.shape[-1]
+    x, wanted = resized(x, num_workers), like.shape[-2] * like.shape[-1]
     whole = x.reshape(*x.shape[:-2], -1)
     fitted = whole[..., :wanted]
     fitted = jnp.pad(fitted, [(0, 0)] * (fitted.ndim - 1) + [(0, wanted - fitted.shape[-1])])

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.bits import unpack
+from pallas_kernels.resized import resized
 from scape_jax._baselines import TopKState
 from scape_jax._checks import check_one_of, check_whole_number
 from scape_jax._scape import ScaleByScapeState
@@ -63,16 +64,6 @@ def resize_workers(
         return node
 
     return jax.tree.map(one, opt_state, is_leaf=lambda x: isinstance(x, kinds))
-
-
-def resized(x: jax.Array, num_workers: int) -> jax.Array:
-    """(W, ...) -> (W', ...) with the same mean over the workers."""
-    mean = jnp.mean(x, axis=0, keepdims=True)
-    more = num_workers - x.shape[0]
-    if more >= 0:
-        return jnp.concatenate([x, jnp.broadcast_to(mean, (more, *x.shape[1:]))])
-    stay = x[:num_workers]
-    return stay + (mean - jnp.mean(stay, axis=0, keepdims=True))
 
 
 def _scape(state: ScaleByScapeState, num_workers: int, block_size: int, selection: str) -> ScaleByScapeState:

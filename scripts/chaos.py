@@ -35,6 +35,7 @@ from training import _integrity, metrics
 from training.token_file import replace_atomically
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
+SIGNALS = {"kill one": signal.SIGKILL, "stop one": signal.SIGSTOP, "terminate one": signal.SIGTERM}
 ON_FILES = ("cut a file", "flip a bit")
 KINDS = ("kill one", "kill all", "stop one", "terminate one", *ON_FILES)
 _POLL_SECS = 0.05
@@ -196,7 +197,6 @@ def arguments_of(settings: Settings, steps: int) -> tuple[str, ...]:
     }
     if settings.method == "scape":
         own |= {"mesh.data": str(settings.processes), "mesh.worker": "1", "optimizer.block_size": "256"}
-        config = "tiny"
     else:
         own |= {
             "outer.name": "gasloc",
@@ -205,21 +205,14 @@ def arguments_of(settings: Settings, steps: int) -> tuple[str, ...]:
             "mesh.data": "1",
             "optimizer.name": "adams",
         }
-        config = "tiny"
-    return ("--config", config, *(f"--{k}={v}" for k, v in own.items()), *settings.arguments)
+    return ("--config", "tiny", *(f"--{k}={v}" for k, v in own.items()), *settings.arguments)
 
 
 def strike(kind: str, group: Group, folder: pathlib.Path, rng: random.Random) -> str:
     """Does it; returns what was hit."""
     one = rng.randrange(len(group.processes))
-    if kind == "kill one":
-        group.signal(one, signal.SIGKILL)
-        return f"process {one}"
-    if kind == "stop one":
-        group.signal(one, signal.SIGSTOP)
-        return f"process {one}"
-    if kind == "terminate one":
-        group.signal(one, signal.SIGTERM)
+    if kind in SIGNALS:
+        group.signal(one, SIGNALS[kind])
         return f"process {one}"
     for index in range(len(group.processes)):
         group.signal(index, signal.SIGKILL)

@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import gasloc_jax as gj
-from gasloc_jax._elastic import moved
+from pallas_kernels.resized import resized
 from tests.helpers import assert_bit_equal
 from tests.quick_compile import quickest_compile  # noqa: F401
 
@@ -122,7 +122,7 @@ def test_a_round_must_be_whole():
 @pytest.mark.parametrize("after", [1, 2, 3, 4, 7])
 def test_the_mean_of_numbers(after):
     x = np.random.default_rng(0).standard_normal((4, 5)).astype(np.float32)
-    found = np.asarray(moved(jnp.asarray(x), after))
+    found = np.asarray(resized(jnp.asarray(x), after))
     assert found.shape == (after, 5)
     np.testing.assert_allclose(found.mean(0), x.mean(0), rtol=0, atol=3e-7)
-    assert moved(jnp.asarray(x, jnp.bfloat16), after).dtype == jnp.bfloat16
+    assert resized(jnp.asarray(x, jnp.bfloat16), after).dtype == jnp.bfloat16

@@ -7,7 +7,7 @@ import pytest
 
 import scape_jax
 from pallas_kernels.bits import unpack
-from scape_jax._elastic import resized
+from pallas_kernels.resized import resized
 from tests.helpers import assert_bit_equal
 from tests.quick_compile import quickest_compile  # noqa: F401
 from tests.scape_jax.side_by_side import BLOCK, make_batches, make_params, make_step, one_program
