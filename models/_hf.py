@@ -13,6 +13,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+import safetensors
 import safetensors.numpy
 
 from models._config import Config, GPTConfig
@@ -112,7 +113,12 @@ def import_hf(folder: str | os.PathLike[str], **settings: Any) -> tuple[Config, 
         )
     tensors: dict[str, np.ndarray] = {}
     for file in files:
-        tensors.update(safetensors.numpy.load_file(file))
+        try:
+            tensors.update(safetensors.numpy.load_file(file))
+        except safetensors.SafetensorError as error:
+            raise ValueError(
+                f"{file} must be a whole safetensors file, got: {error}. Save it again."
+            ) from error
     if isinstance(config, GPTConfig):  # files of the bare GPT2Model have no prefix
         tensors = {
             k if k.startswith(("transformer.", "lm_head.")) else f"transformer.{k}": v

@@ -24,6 +24,7 @@ from scape_jax._checks import (
     check_hyperparameters,
     check_one_of,
     check_payload_dtype,
+    check_skip_spike,
     check_whole_number,
 )
 from scape_jax._layout import check_real, keep_of, leaf_layouts, path_name
@@ -52,9 +53,9 @@ class TopKState(NamedTuple):
 TopKState.per_worker = ("residual",)  # type: ignore[attr-defined]
 
 
-def _clipped(means, bad, loss, stats, clip_norm, skip_nonfinite):
+def _clipped(means, bad, loss, stats, clip_norm, skip_nonfinite, skip_spike):
     """(clipped gradients, zero on a skip; stats; ok): the same end for every dense result."""
-    stats, ok = ex.judge(means, bad, loss, stats, clip_norm, skip_nonfinite)
+    stats, ok = ex.judge(means, bad, loss, stats, clip_norm, skip_nonfinite, skip_spike)
     return [jnp.where(ok, stats.clip_factor * g, 0.0) for g in means], stats, ok
 
 
@@ -63,6 +64,7 @@ def all_reduce_gradients(
     clip_norm: float | None = 1.0,
     payload_dtype: Any = jnp.float32,
     skip_nonfinite: bool = True,
+    skip_spike: float | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Averages the workers' gradients with one dense all-reduce and clips the average by its global norm.
 
@@ -73,17 +75,19 @@ def all_reduce_gradients(
       clip_norm: global norm to clip to; None: no clipping.
       payload_dtype: float32 or bfloat16.
       skip_nonfinite: hand on zeros, on all workers, when any gradient is not finite.
+      skip_spike: the same when the mean loss is so many nats above its recent mean, see `scape`.
 
     Raises:
       ValueError: a setting is outside its range, or the axis is not bound.
     """
     check_clip_norm(clip_norm)
+    check_skip_spike(skip_spike)
     check_payload_dtype(payload_dtype)
 
     def init(params):
         for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
             check_real(path_name(path), leaf)
-        return AllReduceState(ex.init_stats())
+        return AllReduceState(ex.init_stats(skip_spike))
 
     def update(updates, state, params=None, *, value=None, nonfinite=None, **extra_args):
         del extra_args
@@ -93,7 +97,7 @@ def all_reduce_gradients(
         grads = [g.astype(jnp.float32) for g in leaves]
         nonfinite, value = ex.control_numbers(grads, nonfinite, value, skip_nonfinite)
         means, bad, loss = ex.all_reduce_mean(grads, nonfinite, value, axis_name, num_workers, payload_dtype)
-        means, stats, _ = _clipped(means, bad, loss, state.stats, clip_norm, skip_nonfinite)
+        means, stats, _ = _clipped(means, bad, loss, state.stats, clip_norm, skip_nonfinite, skip_spike)
         dtypes = output_dtypes(leaves, treedef, params)
         return treedef.unflatten([g.astype(t) for g, t in zip(means, dtypes, strict=True)]), AllReduceState(
             stats
@@ -108,6 +112,7 @@ def topk_gradients(
     clip_norm: float | None = 1.0,
     skip_nonfinite: bool = True,
     block_size: int | None = None,
+    skip_spike: float | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Averages the workers' top-k gradients: each sends its largest entries of gradient plus residual, per leaf.
 
@@ -120,6 +125,7 @@ def topk_gradients(
       clip_norm: global norm to clip the average to; None: no clipping.
       skip_nonfinite: as in `all_reduce_gradients`.
       block_size: leaves smaller than this are dense. None: 4096.
+      skip_spike: as in `all_reduce_gradients`.
 
     Raises:
       ValueError: a setting is outside its range, or the axis is not bound.
@@ -129,6 +135,7 @@ def topk_gradients(
     check_density(density)
     check_whole_number("block_size", block_size, 1, "Typical: 4096.")
     check_clip_norm(clip_norm)
+    check_skip_spike(skip_spike)
     layout_arguments: dict[str, Any] = {
         "density": density,
         "block_size": block_size,
@@ -139,7 +146,7 @@ def topk_gradients(
     def init(params):
         layouts, treedef = leaf_layouts(params, num_workers=1, **layout_arguments)
         residual = [jnp.zeros((1, *lay.shape), jnp.float32) if lay.sparse else None for lay in layouts]
-        return TopKState(treedef.unflatten(residual), ex.init_stats())
+        return TopKState(treedef.unflatten(residual), ex.init_stats(skip_spike))
 
     def update(updates, state, params=None, *, value=None, nonfinite=None, **extra_args):
         del extra_args
@@ -165,7 +172,7 @@ def topk_gradients(
         averaged = _gather_sum(total, at, sent, axis_name, num_workers)
         dense, averaged = iter(dense), iter(averaged)
         means = [next(averaged) / num_workers if lay.sparse else next(dense) for lay in layouts]
-        means, stats, ok = _clipped(means, bad, loss, state.stats, clip_norm, skip_nonfinite)
+        means, stats, ok = _clipped(means, bad, loss, state.stats, clip_norm, skip_nonfinite, skip_spike)
 
         total, at = iter(total), iter(at)
         new_residual = [
@@ -211,6 +218,7 @@ def adams(
     axis_name: ex.AxisName = None,
     payload_dtype: Any = None,
     skip_nonfinite: bool = True,
+    skip_spike: float | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """AdamS on the gradient averaged by one dense all-reduce. State: 4 bytes per parameter.
 
@@ -228,7 +236,9 @@ def adams(
     References:
       AdamS, arXiv 2505.16363.
     """
-    exchange = all_reduce_gradients(axis_name, clip_norm, payload_dtype or jnp.float32, skip_nonfinite)
+    exchange = all_reduce_gradients(
+        axis_name, clip_norm, payload_dtype or jnp.float32, skip_nonfinite, skip_spike
+    )
     rule = optax.chain(exchange, scale_by_adams(b1, b2, eps, bias_correction))
     wire = functools.partial(wire_bytes, method="all_reduce", payload_dtype=payload_dtype)
     return make_optimizer(rule, learning_rate, weight_decay, weight_decay_mask, wire=wire)
@@ -246,6 +256,7 @@ def adamw(
     axis_name: ex.AxisName = None,
     payload_dtype: Any = None,
     skip_nonfinite: bool = True,
+    skip_spike: float | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """optax's AdamW on the gradient averaged by one dense all-reduce: what one would run without SCAPE.
 
@@ -260,7 +271,9 @@ def adamw(
       >>> state = tx.init({"w": jnp.ones((2, 2))})
     """
     check_hyperparameters(b1, b2, eps)
-    exchange = all_reduce_gradients(axis_name, clip_norm, payload_dtype or jnp.float32, skip_nonfinite)
+    exchange = all_reduce_gradients(
+        axis_name, clip_norm, payload_dtype or jnp.float32, skip_nonfinite, skip_spike
+    )
     rule = optax.chain(exchange, optax.scale_by_adam(b1, b2, eps))
     wire = functools.partial(wire_bytes, method="all_reduce", payload_dtype=payload_dtype)
     return make_optimizer(rule, learning_rate, weight_decay, weight_decay_mask, wire=wire)
@@ -281,6 +294,7 @@ def topk(
     axis_name: ex.AxisName = None,
     block_size: int | None = None,
     skip_nonfinite: bool = True,
+    skip_spike: float | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Per-leaf top-k of the raw gradient with error feedback, under AdamW or AdamS: what SCAPE is measured against.
 
@@ -296,7 +310,7 @@ def topk(
     """
     check_one_of("optimizer", optimizer, ("adamw", "adams"))
     check_hyperparameters(b1, b2, eps)
-    exchange = topk_gradients(density, axis_name, clip_norm, skip_nonfinite, block_size)
+    exchange = topk_gradients(density, axis_name, clip_norm, skip_nonfinite, block_size, skip_spike)
     if optimizer == "adamw":
         inner = optax.scale_by_adam(b1, b2, eps)
     else:

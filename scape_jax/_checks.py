@@ -48,6 +48,13 @@ def check_clip_norm(clip_norm: Any) -> None:
         check_number("clip_norm", clip_norm, "a finite number > 0", positive, "Use None for no clipping.")
 
 
+def check_skip_spike(skip_spike: Any) -> None:
+    """Raises ValueError unless None or a finite number of nats > 0."""
+    if skip_spike is not None:
+        positive = lambda x: 0 < x < math.inf  # noqa: E731
+        check_number("skip_spike", skip_spike, "a finite number > 0", positive, "Use None to skip none.")
+
+
 def check_payload_dtype(dtype: Any) -> None:
     """Raises ValueError unless float32 or bfloat16."""
     try:

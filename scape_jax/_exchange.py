@@ -25,18 +25,24 @@ class StepStats(NamedTuple):
       loss: float32 (), mean over workers of the `value` that update() was given, else 0.
       grad_norm: float32 (), global norm of the averaged gradient before clipping.
       clip_factor: float32 (), what the gradient was multiplied by.
-      skipped: int32 (), steps skipped so far because a gradient was not finite.
+      skipped: int32 (), steps skipped so far because a gradient was not finite, or by skip_spike.
+      usual_loss: float32 (), with skip_spike: running mean of the losses of the steps taken, 0 before the first; else None.
     """
 
     loss: jax.Array
     grad_norm: jax.Array
     clip_factor: jax.Array
     skipped: jax.Array
+    usual_loss: jax.Array | None = None
 
 
-def init_stats() -> StepStats:
+USUAL_WEIGHT = 0.05  # of the newest loss in the usual one, which so follows some 20 steps
+
+
+def init_stats(skip_spike: Any = None) -> StepStats:
     zero = jnp.zeros((), jnp.float32)
-    return StepStats(zero, zero, jnp.ones((), jnp.float32), jnp.zeros((), jnp.int32))
+    usual_loss = None if skip_spike is None else zero
+    return StepStats(zero, zero, jnp.ones((), jnp.float32), jnp.zeros((), jnp.int32), usual_loss)
 
 
 def axis_size(axis_name: AxisName) -> int:
@@ -207,11 +213,20 @@ def judge(
     old: StepStats,
     clip_norm: Any,
     skip_nonfinite: bool,
+    skip_spike: Any = None,
 ) -> tuple[StepStats, jax.Array]:
-    """What the averaged gradient decides on every worker alike: the clip factor, and whether the step is taken."""
+    """What the averaged gradient and the mean loss decide on every worker alike: the clip factor, and whether the step is
+    taken.
+    """
     norm = global_norm(means)
     ok = (bad == 0) & jnp.isfinite(norm) if skip_nonfinite else jnp.ones((), bool)
-    return StepStats(loss, norm, clip_factor(norm, clip_norm), old.skipped + (~ok).astype(jnp.int32)), ok
+    usual = old.usual_loss
+    if usual is not None:
+        ok = ok & ((usual == 0) | ~(loss > usual + skip_spike))
+        followed = jnp.where(usual == 0, loss, usual + USUAL_WEIGHT * (loss - usual))
+        usual = jnp.where(ok, followed, usual)
+    skipped = old.skipped + (~ok).astype(jnp.int32)
+    return StepStats(loss, norm, clip_factor(norm, clip_norm), skipped, usual), ok
 
 
 def _communicates(state: Any) -> bool:

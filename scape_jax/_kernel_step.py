@@ -141,7 +141,8 @@ class KernelStep(ScapeStep):
         payload, nonfinite = self._payload(index, words, first, dense, nonfinite)
         total, dense_means, bad, loss = self._exchanged(payload, first[-1], dense, nonfinite, loss)
         values = total[: first[-1]].astype(jnp.float32) / self.num_workers
-        stats, ok = ex.judge([values, *dense_means], bad, loss, stats, opts.clip_norm, opts.skip_nonfinite)
+        limits = opts.clip_norm, opts.skip_nonfinite, opts.skip_spike
+        stats, ok = ex.judge([values, *dense_means], bad, loss, stats, *limits)
 
         scalars = Scalars(
             ok=ok,

@@ -48,6 +48,7 @@ class ScapeOptions:
     mask_every: int = 1
     staleness_power: float = 0.0
     skip_nonfinite: bool = True
+    skip_spike: Any = None
     finite_check: Literal["all", "kept"] = "all"
     implementation: Literal["xla", "pallas", "triton"] | None = None
 
@@ -74,6 +75,7 @@ class ScapeOptions:
             "staleness_power", self.staleness_power, "in [0, 4]", lambda p: 0 <= p <= 4, "0 switches it off."
         )
         check.check_clip_norm(self.clip_norm)
+        check.check_skip_spike(self.skip_spike)
         check.check_payload_dtype(self.payload_dtype)
 
         check.check_one_of("finite_check", self.finite_check, ("all", "kept"))

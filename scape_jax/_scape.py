@@ -74,7 +74,7 @@ def _init(opts: ScapeOptions, params: Any) -> ScaleByScapeState:
         mask=tree(lambda lay: (lay.mask_words,), jnp.uint32),
         next_mask=tree(lambda lay: (1, lay.owned_rows * lay.row_words), jnp.uint32),
         age=tree(lambda lay: lay.shape, jnp.uint8) if opts.staleness_power else None,
-        stats=ex.init_stats(),
+        stats=ex.init_stats(opts.skip_spike),
     )
 
 
@@ -244,6 +244,7 @@ def scape(
     mask_every: int | None = None,
     staleness_power: float | None = None,
     skip_nonfinite: bool = True,
+    skip_spike: float | None = None,
     finite_check: Literal["all", "kept"] = "all",
     implementation: Literal["xla", "pallas", "triton"] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -287,6 +288,8 @@ def scape(
       staleness_power: p: an entry that waited tau steps enters v as ghat / tau^p. None: 0 (the paper). 1 is better at
         small budgets (docs/results).
       skip_nonfinite: a non-finite gradient on any worker makes all workers skip the step, bit for bit.
+      skip_spike: so do nats by which the mean loss is above its mean over about 20 steps taken; update() needs the `value`
+        for that, as make_train_step gives it. None: never.
       finite_check: "all" looks at every entry of the gradients, which reads them once more; "kept" only at what is
         exchanged, which costs nothing: there a non-finite entry makes all skip the step too, elsewhere it counts as zero, as
         does one beyond 2^40.
@@ -336,6 +339,7 @@ def scape(
         codec=codec,
         dense=dense,
         skip_nonfinite=skip_nonfinite,
+        skip_spike=skip_spike,
         finite_check=finite_check,
         implementation=implementation,
     )

@@ -189,7 +189,8 @@ class ScapeStep:
         ghats, bad, loss = ex.all_reduce_mean(
             payload, nonfinite, loss, opts.axis_name, self.num_workers, opts.payload_dtype, bundle=index > 0
         )
-        stats, ok = ex.judge(ghats, bad, loss, stats, opts.clip_norm, opts.skip_nonfinite)
+        limits = opts.clip_norm, opts.skip_nonfinite, opts.skip_spike
+        stats, ok = ex.judge(ghats, bad, loss, stats, *limits)
         # The buffers are overwritten in place, after everything else has read them.
         write = self._next_turn(ok, stats.grad_norm, *[x for x in selected if x is not None])
         emitted, hs, ages, words = [], [], [], []

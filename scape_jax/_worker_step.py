@@ -97,7 +97,8 @@ def worker_step(
             lambda n, o: jnp.where(ok, n, o), optax.apply_updates(params, updates), params
         )
         new_state = ex.keep_if(ok, new_state, opt_state)
-    metrics = ex.communicating_states(new_state)[0].stats._asdict()
+    stats = ex.communicating_states(new_state)[0].stats._asdict()
+    metrics = {name: value for name, value in stats.items() if value is not None}
     if telemetry_over is not None:
         metrics |= telemetry(new_state, telemetry_over)
     return new_params, new_state, metrics

@@ -1,13 +1,15 @@
 """Trains under faults that come at random moments, and compares the end with a run that nothing disturbed.
 
     python scripts/chaos.py --faults 10 --out runs/chaos
-    python scripts/chaos.py --faults 200 --out docs/results/chaos
+    python scripts/chaos.py --faults 200 --minutes 60 --out docs/results/chaos
 
 A small run in rounds (or of SCAPE, --method scape) on several processes of this machine. Again and again one fault strikes:
-a process is killed, all are, one is stopped, one gets SIGTERM, the newest checkpoint is cut short or one of its bits flips.
-Each time all processes must end by themselves within --end-secs, and the run goes on by --resume from the last whole
-checkpoint. At its end the losses of all steps must be those of the undisturbed run, bit for bit. Writes chaos.md and
-chaos.json: kind, step, exit codes, seconds to the end, steps done again. The same seed draws the same faults.
+a process is killed, all are, one is stopped, one gets SIGTERM, the disk is full for one (a limit on the size of its files),
+the run's folder is gone, the newest checkpoint is cut short or one of its bits flips. Each time all processes
+must end by themselves within --end-secs, and the run goes on by --resume from the last whole checkpoint. At its end the
+losses of all steps must be those of the undisturbed run, bit for bit. Writes chaos.md and chaos.json: kind, step, exit
+codes, seconds to the end, steps done again. The same seed draws the same faults. Programs are compiled once, and then found
+in a cache, so that most of the time goes into faults.
 """
 
 from __future__ import annotations
@@ -15,9 +17,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 import os
 import pathlib
 import random
+import resource
 import shutil
 import signal
 import socket
@@ -37,8 +41,12 @@ from training.token_file import replace_atomically
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 SIGNALS = {"kill one": signal.SIGKILL, "stop one": signal.SIGSTOP, "terminate one": signal.SIGTERM}
 ON_FILES = ("cut a file", "flip a bit")
-KINDS = ("kill one", "kill all", "stop one", "terminate one", *ON_FILES)
+ON_FOLDERS = ("fill the disk", "take the folder")
+KINDS = ("kill one", "kill all", "stop one", "terminate one", *ON_FOLDERS, *ON_FILES)
+_FILE_BYTES = 1 << 16  # less than a checkpoint's arrays, more than what a start prints
+_TAKEN = "taken"
 _POLL_SECS = 0.05
+_MANY = 1_000_000
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,20 +57,22 @@ class Settings:
     """Folder of chaos.md and chaos.json; the runs' folders are made below it, and removed at the end."""
     faults: int = 10
     """How many strike, one after the other."""
+    minutes: float = math.inf
+    """After so many no further one strikes."""
     method: Literal["rounds", "scape"] = "rounds"
     """Rounds over random pairs, or SCAPE at density 0.1."""
     processes: int = 4
     """Of one worker each."""
     kinds: tuple[str, ...] = KINDS
     """What may strike."""
-    steps_between: int = 30
+    steps_between: int = 10
     """About how many steps are done between two faults."""
-    checkpoint_every: int = 10
+    checkpoint_every: int = 4
     """Steps between checkpoints."""
     seed: int = 0
     """Of the faults and of the run."""
-    end_secs: float = 60.0
-    """Within which all processes must have ended after a fault."""
+    end_secs: float = 120.0
+    """Within which all processes must have ended after a fault; what hangs waits for 20 of its longest recent steps."""
     start_secs: float = 300.0
     """Within which a run must have started and come to the step of its fault."""
     arguments: tuple[str, ...] = ()
@@ -188,7 +198,10 @@ def arguments_of(settings: Settings, steps: int) -> tuple[str, ...]:
         "run.folder": "run",
         "run.steps": str(steps),
         "run.seed": str(settings.seed),
-        "run.hang_secs": "10",
+        "run.hang_secs": "5",
+        "schedule.name": "constant",  # whatever the length of the run, which is not known before its end
+        "schedule.warmup_fraction": "0",
+        "optimizer.density_warmup_fraction": "0",
         "eval.every": "0",
         "log.every": "1" if settings.method == "scape" else "2",
         "log.tensorboard": "False",
@@ -208,12 +221,28 @@ def arguments_of(settings: Settings, steps: int) -> tuple[str, ...]:
     return ("--config", "tiny", *(f"--{k}={v}" for k, v in own.items()), *settings.arguments)
 
 
+def environment_of(settings: Settings) -> dict[str, str]:
+    """Of the processes."""
+    cache = str((settings.out / "work" / "compiled").absolute())
+    return os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_COMPILATION_CACHE_DIR": cache,
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+
+
 def strike(kind: str, group: Group, folder: pathlib.Path, rng: random.Random) -> str:
     """Does it; returns what was hit."""
     one = rng.randrange(len(group.processes))
     if kind in SIGNALS:
         group.signal(one, SIGNALS[kind])
         return f"process {one}"
+    if kind == "fill the disk":
+        resource.prlimit(group.processes[one].pid, resource.RLIMIT_FSIZE, (_FILE_BYTES, _FILE_BYTES))
+        return f"process {one}"
+    if kind == "take the folder":
+        folder.rename(folder.with_name(_TAKEN))
+        return "the run's folder"
     for index in range(len(group.processes)):
         group.signal(index, signal.SIGKILL)
     if kind == "kill all":
@@ -245,27 +274,38 @@ def expected_codes(kind: str, hit: str, codes: list[int | None]) -> bool:
     if kind in ("kill one", "stop one"):
         one = int(hit.split()[1])
         return all(code == 75 for index, code in enumerate(codes) if index != one)
+    if kind in ON_FOLDERS:
+        return set(codes) == {74}
     return None not in codes
 
 
-def disturbed(settings: Settings, folder: pathlib.Path, steps: int, console: Console) -> list[dict[str, Any]]:
-    """The run under faults, to its end."""
-    rng, environment = random.Random(settings.seed), os.environ | {"JAX_PLATFORMS": "cpu"}
+def give_back(folder: pathlib.Path) -> None:
+    """The folder that was taken."""
+    taken = folder.with_name(_TAKEN)
+    if taken.exists():
+        shutil.rmtree(folder, ignore_errors=True)  # made anew by what was under way
+        taken.rename(folder)
+
+
+def disturbed(settings: Settings, folder: pathlib.Path, console: Console) -> tuple[list[dict[str, Any]], int]:
+    """The run under faults, to its end; and its number of steps."""
+    rng, environment = random.Random(settings.seed), environment_of(settings)
     run = folder / "run"
     struck: list[dict[str, Any]] = []
     left: list[str] = []
-    begin = arguments_of(settings, steps)
+    begin, until = arguments_of(settings, _MANY), time.monotonic() + 60 * settings.minutes
     for number in range(settings.faults):
+        if time.monotonic() > until:
+            break
         left = left or rng.sample(settings.kinds, len(settings.kinds))  # each as often as the others
         kind = left.pop()
         done = last_step(run)
         at = done + rng.randint(1, 2 * settings.steps_between)
         if kind == "stop one":
-            at = max(at, done + 24)  # the deadline of a step follows from the steps of this start
+            at = max(at, done + 14)  # the deadline of a step follows from the steps of this start
         resumed = bool(checkpoints(run))
         if not resumed and run.exists():
             shutil.rmtree(run)
-        before = checkpoints(run)
         arguments = ("--resume", "run") if resumed else begin
         with Group(folder, arguments, settings.processes, environment) as group:
             ready = functools.partial(_is_ready, group, run, at, kind in ON_FILES)
@@ -283,7 +323,8 @@ def disturbed(settings: Settings, folder: pathlib.Path, steps: int, console: Con
                 group.signal(one, signal.SIGCONT)
             codes = group.codes(max(1.0, settings.end_secs - (time.monotonic() - began)))
             secs = time.monotonic() - began
-            told = group.told(0)
+            told = "\n".join(f"process {i}: {group.told(i)[-2000:]}" for i in range(settings.processes))
+        give_back(run)
         whole = checkpoints(run)
         going_on = whole[-1] if whole else 0
         if kind in ON_FILES:
@@ -298,7 +339,6 @@ def disturbed(settings: Settings, folder: pathlib.Path, steps: int, console: Con
             "going_on_from": going_on,
             "lost_steps": max(0, reached - going_on),
             "as_documented": expected_codes(kind, hit, codes),
-            "checkpoints_before": before[-1:],
         }
         struck.append(fault)
         console.print(
@@ -306,19 +346,21 @@ def disturbed(settings: Settings, folder: pathlib.Path, steps: int, console: Con
             f"goes on from {going_on}"
         )
         if not fault["as_documented"]:
-            console.print(told[-1500:])
-    with Group(folder, ("--resume", "run"), settings.processes, environment) as group:
+            console.print(told, markup=False)
+    steps = (last_step(run) + settings.checkpoint_every) // 2 * 2
+    with Group(
+        folder, ("--resume", "run", "--run.steps", str(steps)), settings.processes, environment
+    ) as group:
         codes = group.codes(settings.start_secs + steps)
         if codes != [0] * settings.processes:
             raise RuntimeError(f"the run must end with 0, got {codes}:\n{group.told(0)[-3000:]}")
-    return struck
+    return struck, steps
 
 
 def undisturbed(settings: Settings, folder: pathlib.Path, steps: int) -> dict[int, float]:
     """Losses of the same run without faults."""
-    with Group(
-        folder, arguments_of(settings, steps), settings.processes, os.environ | {"JAX_PLATFORMS": "cpu"}
-    ) as group:
+    arguments = arguments_of(settings, steps)
+    with Group(folder, arguments, settings.processes, environment_of(settings)) as group:
         codes = group.codes(settings.start_secs + steps)
         if codes != [0] * settings.processes:
             raise RuntimeError(f"the undisturbed run must end with 0, got {codes}:\n{group.told(0)[-3000:]}")
@@ -370,10 +412,9 @@ def main(settings: Settings) -> dict[str, Any]:
     settings.out.mkdir(parents=True, exist_ok=True)
     console, work = Console(), settings.out / "work"
     shutil.rmtree(work, ignore_errors=True)
-    steps = (2 * settings.faults + 4) * (settings.steps_between + 10) // 2 * 2
     for name in ("disturbed", "undisturbed"):
         (work / name).mkdir(parents=True)
-    faults = disturbed(settings, work / "disturbed", steps, console)
+    faults, steps = disturbed(settings, work / "disturbed", console)
     expected = undisturbed(settings, work / "undisturbed", steps)
     found = losses(work / "disturbed" / "run")
     different = sorted(

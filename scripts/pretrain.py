@@ -20,13 +20,15 @@ of the workers; process 0 alone prints and writes. All of them name a process th
 
 Ctrl-C or SIGTERM ends after the current step or round with a checkpoint (of several processes, to any of them: all after
 the same step); again: at once. While the first step is compiled it ends at once, since nothing is lost by that.
-Exit codes: 0 done; 1 nothing was finite, so nothing was trained; 2 wrong settings, or memory or data are missing; 75 a
-process was lost or stood still, --resume goes on; 130 after Ctrl-C; 143 after SIGTERM.
+Exit codes: 0 done; 1 nothing was finite, or too many steps in a row were skipped; 2 wrong settings, or memory or data are
+missing; 74 the run's folder cannot be written; 75 a process was lost or stood still, --resume goes on; 130 after Ctrl-C;
+143 after SIGTERM.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import sys
@@ -36,8 +38,12 @@ from pathlib import Path
 
 
 def _leave(number: int, frame: object) -> None:
-    """Ends the process at once: outside the training loop there is nothing to save."""
+    """Ends the process at once, and those that train with it: outside the training loop there is nothing to save."""
     print("\nstopped outside the training loop; nothing more was saved", file=sys.stderr, flush=True)
+    joined = getattr(sys.modules.get("training.distributed"), "peers", None)  # it may be half imported
+    lines = None if joined is None else joined()
+    if lines is not None:
+        lines.stopped(number)
     os._exit(128 + number)
 
 
@@ -52,12 +58,13 @@ from rich.table import Table
 
 from training import config as settings
 from training import runs
+from training._peers import EXIT_CODE
 from training._processes import from_first, is_first, require_same
 from training.distributed import join, peers, require_same_devices, take_flags
 from training.mesh import prepare_devices
 from training.presets import PRESETS
 from training.report import REPORT_FILE, summary_rows
-from training.train import Outcome, build, train
+from training.train import NOT_WRITTEN, Outcome, build, train
 
 _NEWEST = "newest"
 _LOST_SECS = 5.0
@@ -122,35 +129,46 @@ def main(arguments: list[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         if os.environ.get("SCAPE_TRACEBACK"):
             raise
-        print(f"error: {error}", file=sys.stderr)
+        _say(f"error: {error}")
         return 2
-    if outcome.failure and is_first():
-        print(f"error: {outcome.failure}", file=sys.stderr)
+    if outcome.exit_code == NOT_WRITTEN:
+        _let_a_loss_be_told()
+    if outcome.failure and (is_first() or outcome.exit_code == NOT_WRITTEN):
+        _say(f"error: {outcome.failure}")
     if outcome.summary is not None:
         show_summary(outcome, Console())
     return outcome.exit_code
+
+
+def _say(text: str) -> None:
+    """On standard error, which may be a file on a disk that is full: that must not keep this process from its end."""
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
+
+
+def _let_a_loss_be_told() -> None:
+    """An exchange or a save may have failed because a process was lost: then that is told, and ends this one."""
+    lines = peers()
+    if lines is not None and lines.lost.wait(_LOST_SECS):
+        time.sleep(_LOST_SECS)
 
 
 def _main_of_a_group() -> int:
     """Leaves at once after an error: at a regular exit JAX would wait for the other processes, which wait for this one."""
     code, why = 2, "its settings, data or memory, as it printed"
     try:
-        code = main()
+        code = of_others = main()
+        if code == NOT_WRITTEN:
+            why = "the run's folder cannot be written, as it printed"
     except Exception as error:
-        lines = peers()
-        if lines is None:
+        if peers() is None:
             raise
-        if lines.lost.wait(_LOST_SECS):
-            time.sleep(
-                _LOST_SECS
-            )  # an exchange failed because a process was lost: that is told, and ends this one
-        traceback.print_exc()
-        why = f"{type(error).__name__}: {str(error)[:300]}"
+        _let_a_loss_be_told()
+        _say(traceback.format_exc())
+        why, of_others = f"{type(error).__name__}: {str(error)[:300]}", EXIT_CODE
     lines = peers()
-    if code == 2 and lines is not None:
-        lines.fail(why)
-        sys.stdout.flush()
-        sys.stderr.flush()
+    if code in (2, NOT_WRITTEN) and lines is not None:
+        lines.fail(why, of_others)
         os._exit(code)
     return code
 

@@ -62,7 +62,7 @@ def coerce(value: Any, annotation: Any, name: str) -> Any:
             raise ValueError(f"{name} must be a number, got {value!r}. Write one such as 3e-4.")
         try:
             return float(value)
-        except ValueError:
+        except (ValueError, OverflowError):
             raise ValueError(
                 f"{name} must be a number such as 3e-4, got the text {value!r}. Write digits."
             ) from None
@@ -93,7 +93,7 @@ def _coerce_int(value: Any, name: str) -> int:
                 raise ValueError(
                     f"{name} must be a whole number, got the text {value!r}. Write digits."
                 ) from None
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != int(value):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value % 1 != 0:  # inf % 1 is NaN
         raise ValueError(f"{name} must be a whole number, got {value!r}. Write one without a fraction.")
     return int(value)
 
@@ -200,7 +200,16 @@ def read_values(path: str | Path) -> dict[str, Any]:
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"no settings file at {path}. Give --config-file a .json or .yaml file that exists.")
-    text = path.read_text()
+    try:
+        return _read_values(path)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} must be text in UTF-8, got: {error}. Save it as that.") from None
+    except RecursionError:
+        raise ValueError(f"{path} must hold sections with keys, got far deeper nesting. Repair it.") from None
+
+
+def _read_values(path: Path) -> dict[str, Any]:
+    text = path.read_text(encoding="utf-8")
     if path.suffix in (".yaml", ".yml"):
         import yaml  # a dependency of flax and orbax; imported here because JSON needs nothing
 

@@ -30,7 +30,7 @@ def damaged(folder: Path, part: int = 0, parts: int = 1) -> str | None:
         sums = {str(name): (int(size), int(crc)) for name, (size, crc) in written.items()}
     except FileNotFoundError:
         return None
-    except (ValueError, TypeError, AttributeError, OSError) as error:
+    except (ValueError, TypeError, AttributeError, RecursionError, OSError) as error:
         return f"{folder / FILE} cannot be read ({error})"
     files = _files(folder)
     for name in sorted(sums)[part::parts]:

@@ -32,6 +32,7 @@ class RunLog:
         tokens_per_step: int,
         schedule: Schedule,
         start_step: int = 0,
+        skipped: int = 0,
         in_flight: int = 2,  # enough to hide the host's work, few enough to stop quickly
         collect: Callable[[list[dict[str, Any]]], list[dict[str, Any]]] = jax.device_get,
     ):
@@ -39,10 +40,14 @@ class RunLog:
         self._collect = collect
         self._tokens_per_step, self._schedule = tokens_per_step, schedule
         self._in_flight: collections.deque[tuple[int, dict[str, Any]]] = collections.deque()
-        self._window: list[dict[str, Any]] = []  # measurements of completed steps since the last line
+        self._window: list[
+            tuple[int, dict[str, Any]]
+        ] = []  # measurements of completed steps since the last line
         self._due: dict[int, dict[str, Any]] = {}
         self._paused_secs = 0.0
-        self.skipped_in_row, self._skipped = 0, 0  # as of the last line
+        self.skipped_in_row, self._skipped = 0, skipped  # as of the last line
+        self._sound_step = start_step  # the last one that was not skipped, as of then
+        self.longest_skip = 0, start_step  # how many in a row, and the sound step before them
         self._began = time.perf_counter()
         # A completed step, when that was, and the tokens until then.
         self._start: tuple[int, float, int] = (start_step, self._began, 0)
@@ -89,18 +94,22 @@ class RunLog:
         jax.block_until_ready(measured)
         tokens = measured.get("tokens", self._tokens_per_step)
         self._done = (step, time.perf_counter() - self._paused_secs, self._done[2] + tokens)
-        self._window.append(measured)
+        self._window.append((step, measured))
         if step in self._due:
             self._write(step)
 
     def _write(self, step: int) -> None:
-        known, window = jax.device_get(self._due.pop(step)), self._collect(self._window)
+        numbers, measurements = zip(*self._window, strict=True)
+        known, window = jax.device_get(self._due.pop(step)), self._collect(list(measurements))
         self._window = []
-        for measured in window:
+        for number, measured in zip(numbers, window, strict=True):
             skipped = int(measured["skipped"])
             # In rounds one worker may have dropped its own, or only skipped steps: that says whether all have.
-            nothing = measured.pop("nothing_sound", skipped > self._skipped)
-            self.skipped_in_row = self.skipped_in_row + 1 if nothing else 0
+            if measured.pop("nothing_sound", skipped > self._skipped):
+                self.skipped_in_row += 1
+                self.longest_skip = max(self.longest_skip, (self.skipped_in_row, self._sound_step))
+            else:
+                self.skipped_in_row, self._sound_step = 0, number
             self._skipped = skipped
         since = self._mark or self._start
         if since[0] == step:  # only the first step, compilation included

@@ -36,7 +36,9 @@ class Peers:
       index: of this process.
       links: index -> connected socket.
       names: index -> how a message calls the process: host and pid where they are known.
-      on_lost: called once, from a thread, with what was lost, in words; the default ends this process with exit code 75.
+      on_lost: called once, from a thread, with what was lost, in words; the default ends this process with `code`.
+      on_stopped: called once, from a thread, with the number of the signal that ended another process where nothing was to
+        be saved; the default ends this process likewise.
     """
 
     def __init__(
@@ -45,12 +47,14 @@ class Peers:
         links: Mapping[int, socket.socket],
         names: Mapping[int, str],
         on_lost: Callable[[str], Any] | None = None,
+        on_stopped: Callable[[int], Any] | None = None,
     ):
         self.index, self._links, self._names = index, dict(links), dict(names)
         self.others = sorted(self._links)
         self.lost = threading.Event()
-        self.problem = ""
-        self._on_lost = on_lost or end
+        self.problem, self.code = "", EXIT_CODE  # what was lost, and with which exit code to end
+        self._on_lost = on_lost or (lambda text: end(text, self.code))
+        self._on_stopped = on_stopped or end_stopped
         self._handlers: dict[str, Handler] = {}
         self._early: list[tuple[int, dict[str, Any]]] = []  # came before its handler
         self._gone: set[int] = set()  # said goodbye
@@ -85,27 +89,41 @@ class Peers:
         told = [f"{n} ({self._names[n]})" if n in self._names else str(n) for n in numbers]
         return f"process{'es' if len(told) > 1 else ''} {', '.join(told)}"
 
-    def declare(self, text: str) -> None:
+    def declare(self, text: str, code: int = EXIT_CODE) -> None:
         """Something is lost that the run cannot go on without: all end. From process 0, or in this process alone."""
         with self._lock:
             if self._closing or self.lost.is_set():
                 return
-            self.problem = text
+            self.problem, self.code = text, code
             self.lost.set()
         if self.index == 0:
-            self._send_all({"kind": "lost", "text": text})
+            self._send_all({"kind": "lost", "text": text, "code": code})
             self.let_others_end()
         self._on_lost(text)
+
+    def stopped(self, number: int) -> bool:
+        """A signal ends this process before or after its training loop, where nothing is to be saved: all end like it.
+
+        False where this process is ending already.
+        """
+        with self._lock:
+            if self._closing or self.lost.is_set():
+                return False
+            self.lost.set()
+        self._send_all({"kind": "stopped", "number": number})
+        self.close()
+        self.let_others_end()
+        return True
 
     def let_others_end(self) -> None:
         """Process 0 ends last: JAX in the others would print that its service is gone."""
         if self.index == 0:
             time.sleep(_LAST_SECS)
 
-    def fail(self, text: str) -> None:
-        """Tells the others why this process ends, so that they need not wait for it."""
+    def fail(self, text: str, code: int = EXIT_CODE) -> None:
+        """Tells the others why this process ends and how they shall, so that they need not wait for it."""
         if not self._closing:
-            self._send_all({"kind": "failed", "text": text})
+            self._send_all({"kind": "failed", "text": text, "code": code})
         self.close()
         if self.index == 0:
             time.sleep(_GRACE_SECS)
@@ -173,9 +191,13 @@ class Peers:
         elif kind == "failed":
             self._gone.add(number)
             time.sleep(_GRACE_SECS)  # this process may be about to find the same, and say it better
-            self.declare(f"{self.called([number])} ended: {message['text']}")
+            self.declare(f"{self.called([number])} ended: {message['text']}", message["code"])
         elif kind == "lost":
-            self.declare(message["text"])
+            self.declare(message["text"], message["code"])
+        elif kind == "stopped":
+            self._gone.add(number)
+            if self.stopped(message["number"]):
+                self._on_stopped(message["number"])
         else:
             self._handle(number, message)
 
@@ -188,14 +210,25 @@ class Peers:
         handler(number, message)
 
 
-def end(text: str) -> None:
+def end(text: str, code: int = EXIT_CODE) -> None:
     """Ends this process at once, which may stand in an exchange that never ends."""
+    when = "Start all again" if code == EXIT_CODE else "Start all again when that is mended"
+    try:
+        print(
+            f"error: {text}. {when}: --resume goes on from the last checkpoint.", file=sys.stderr, flush=True
+        )
+    finally:
+        os._exit(code)
+
+
+def end_stopped(number: int) -> None:
+    """Ends this process at once, after another one got a signal."""
     print(
-        f"error: {text}. Start all again: --resume goes on from the last checkpoint.",
+        "\nstopped with another process, outside its training loop; nothing more was saved",
         file=sys.stderr,
         flush=True,
     )
-    os._exit(EXIT_CODE)
+    os._exit(128 + number)
 
 
 def _keep_alive(link: socket.socket) -> None:

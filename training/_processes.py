@@ -14,7 +14,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from numpy.typing import NDArray
 
-_MESSAGE_BYTES = 4096
+_MESSAGE_BYTES = 4096  # of a first message; a longer text follows in a second one
 
 
 def is_first() -> bool:
@@ -25,7 +25,8 @@ def is_first() -> bool:
 def from_first(make: Callable[[], str]) -> str:
     """What `make` returns in the first process, which alone calls it; all processes call this.
 
-    A ValueError or OSError of `make` is raised in all, and the others get the first 4095 bytes. Communicates 4096 bytes.
+    A ValueError or OSError of `make` is raised in all, as ValueError in the others. Communicates 4096 bytes, and what of the
+    text is more than that.
     """
     told, problem = "", None
     if is_first():
@@ -37,14 +38,24 @@ def from_first(make: Callable[[], str]) -> str:
         if problem is not None:
             raise problem
         return told
-    text = f"{'-' if problem else '+'}{problem or told}".encode()[:_MESSAGE_BYTES]
-    message = np.zeros(_MESSAGE_BYTES, np.uint8)
-    message[: len(text)] = np.frombuffer(text, np.uint8)
-    received = np.asarray(multihost_utils.broadcast_one_to_all(message), np.uint8).tobytes()
-    text_of_all = received.rstrip(b"\0").decode(errors="ignore")
+    text = f"{'-' if problem else '+'}{problem or told}".encode()
+    size = len(text).to_bytes(4, "little")
+    first = _broadcast(size + text, _MESSAGE_BYTES)
+    size_of_all = int.from_bytes(first[:4], "little")
+    rest = size_of_all - (_MESSAGE_BYTES - 4)
+    whole = first[4:] + (_broadcast(text[-rest:], rest) if rest > 0 else b"")
+    text_of_all = whole[:size_of_all].decode()
     if text_of_all.startswith("-"):
         raise ValueError(text_of_all[1:]) from problem
-    return told or text_of_all[1:]
+    return text_of_all[1:]
+
+
+def _broadcast(mine: bytes, size: int) -> bytes:
+    """The first `size` bytes of process 0's, padded with zeros."""
+    message = np.zeros(size, np.uint8)
+    text = mine[:size] if is_first() else b""
+    message[: len(text)] = np.frombuffer(text, np.uint8)
+    return np.asarray(multihost_utils.broadcast_one_to_all(message), np.uint8).tobytes()
 
 
 def require_same(what: str, text: str) -> None:

@@ -33,8 +33,11 @@ class RunConfig(Settings):
     compare_every: int = 1000
     """Steps between comparisons of what must be equal on all devices, at 4 bytes a leaf and device; 0: never."""
     most_skipped: int = 100
-    """Steps or rounds in a row that may be skipped for gradients that are not finite: then the run saves and ends with exit
-    code 1. 0: any number."""
+    """Steps or rounds in a row that may be skipped, for gradients that are not finite or by optimizer.skip_spike: then the
+    run goes back (run.rollbacks), or saves and ends with exit code 1. 0: any number."""
+    rollbacks: int = 0
+    """How often a run may go back to its last checkpoint from before too many skipped steps, and on with the data after
+    them."""
     hang_secs: float = 120.0
     """A run that makes no progress for so long, and for 20 of its own longest recent steps, ends with exit code 75, its
     threads' stacks printed. 0: never."""
@@ -52,6 +55,10 @@ class RunConfig(Settings):
         require(
             self.most_skipped >= 0,
             f"run.most_skipped must be at least 0, got {self.most_skipped}. 100 is the default, 0 allows any number.",
+        )
+        require(
+            self.rollbacks >= 0,
+            f"run.rollbacks must be at least 0, got {self.rollbacks}. 3 is a start, 0 ends the run instead.",
         )
         require(
             0 <= self.hang_secs < math.inf,
@@ -139,6 +146,8 @@ class OptimizerConfig(Settings):
     """Divide the gradient of an entry that waited t steps by t**power in the second moment."""
     skip_nonfinite: bool = True
     """Skip a step on all workers where any gradient is not finite."""
+    skip_spike: float = 0.0
+    """Skip a step on all workers where the loss is so many nats above its recent mean; 0: none."""
     finite_check: Literal["all", "kept"] = "all"
     """Look for that at all gradients, or, with scape, only at those sent: it costs nothing; others count as zero."""
     implementation: Literal["auto", "xla", "pallas", "triton"] = "auto"
@@ -171,6 +180,7 @@ class OptimizerConfig(Settings):
             ("weight_decay", "no decay"),
             ("clip_norm", "no clipping"),
             ("staleness_power", "nothing is divided"),
+            ("skip_spike", "no step is skipped for that"),
         ):
             value = getattr(self, key)
             require(

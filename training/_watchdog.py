@@ -51,7 +51,7 @@ class Watchdog:
     def doing(self, what: str) -> None:
         """The run begins something else; steps are "step"."""
         now = self._clock()
-        if self._doing == what == "step":
+        if self._doing == "step":
             self._steps.append(now - self._since)
         self._doing, self._since = what, now
 

@@ -11,9 +11,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
+import json
+import logging
+import os
 import threading
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -38,6 +41,22 @@ _LOOK_SECS = 0.05
 _MAY_CHANGE = ("outer.measure", "outer.evaluate_workers")  # what is looked at, not what is done
 
 
+class NotWritten(OSError):
+    """The run's folder cannot be written; what it held before is whole."""
+
+
+def not_written(folder: Path, steps: Sequence[int], error: Exception) -> NotWritten:
+    """One clear error. `steps`: of the checkpoints there."""
+    if isinstance(error, NotWritten):
+        return error
+    last = f"The last checkpoint is that of step {steps[-1]}" if steps else "There is no checkpoint yet"
+    text = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)[:300]
+    return NotWritten(
+        f"the run's folder {folder} must be there and writable, with space left, got: {text}. {last}; make room, then go on "
+        f"with --resume {folder}."
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class Restored:
     """What a checkpoint held."""
@@ -50,59 +69,102 @@ class Restored:
     told: str = ""  # what was changed for another number of workers
 
 
-class Checkpoints:
-    """The checkpoints of one run, in FOLDER/checkpoints; the newest `keep` stay, and those of every `keep_every`-th step."""
+class _Failed(logging.Filter):
+    """Takes the errors that orbax logs in its own threads: it raises them only once every process has waited for that save,
+    which one whose disk is full never ends.
+    """
 
-    def __init__(self, folder: str | Path, *, keep: int = 2, keep_every: int = 0):
+    error: BaseException | None = None
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.levelno < logging.ERROR or not record.exc_info or "orbax" not in record.pathname:
+            return True
+        self.error = self.error or record.exc_info[1]
+        return False  # it is told once, in a line
+
+
+class Checkpoints:
+    """The checkpoints of one run, in FOLDER/checkpoints; the newest `keep` stay, and those of every `keep_every`-th step.
+
+    Of several processes all call it alike. What the first one finds in the folder holds for all: another may see a file
+    system's older listing.
+
+    own: this run alone writes there; what is left of a save that did not end is removed.
+    """
+
+    def __init__(self, folder: str | Path, *, keep: int = 2, keep_every: int = 0, own: bool = False):
         self.folder = Path(folder).absolute() / CHECKPOINT_FOLDER
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep, keep_period=keep_every or None, create=True)
+        self._failed = _Failed()
+        logging.getLogger("absl").addFilter(self._failed)
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=keep, keep_period=keep_every or None, create=True, cleanup_tmp_directories=own
+        )
         self._manager = ocp.CheckpointManager(self.folder, options=options)
+        self._identity = self._found()
         self._over = threading.Event()
         self._sealing: list[threading.Thread] = []
+        self.steps: list[
+            int
+        ] = []  # of the finished checkpoints, in order; since then saved ones too, and none removed
+        self.look()
 
-    def latest(self) -> int | None:
-        """Step of the newest finished checkpoint."""
-        return self._manager.latest_step()
+    def look(self) -> None:
+        """Brings `steps` up to date."""
+        self.steps = json.loads(from_first(lambda: json.dumps(sorted(self._manager.all_steps()))))
 
-    def newest_whole(self, note: Callable[[str], Any]) -> int:
-        """Step of the newest checkpoint whose files are as they were written; `note` is told of newer ones.
+    def _found(self) -> tuple[int, int] | None:
+        """Tells a folder from another one that took its name."""
+        try:
+            found = self.folder.stat()
+        except OSError:
+            return None
+        return found.st_dev, found.st_ino
 
-        The first process reads all files for that; every process calls it.
+    def newest_whole(self, note: Callable[[str], Any], before: int | None = None) -> int:
+        """Step of the newest checkpoint (before step `before`) whose files are as they were written; `note` is told of newer
+        ones that are not.
+
+        The first process reads all files for that.
 
         Raises:
           ValueError: there is none.
         """
-        found, problems = sorted(self._manager.all_steps(), reverse=True), list[str]()
-        for step in found:
-            problem = from_first(functools.partial(self._damage, step))
+        step, *problems = from_first(lambda: "\n".join(self._newest_whole(before))).split("\n")
+        for text in problems:
+            note(f"{text}; going on from step {step} instead")
+        return int(step)
+
+    def _newest_whole(self, before: int | None) -> list[str]:
+        """The step, and what is wrong with newer ones."""
+        problems: list[str] = []
+        for step in reversed(self.steps):
+            if before is not None and step >= before:
+                continue
+            problem = damaged(self.folder / str(step))
             if not problem:
-                for text in problems:
-                    note(f"{text}; going on from step {step} instead")
-                return step
+                return [str(step), *problems]
             problems.append(f"the checkpoint of step {step} is damaged: {problem}")
         raise ValueError(
-            f"a whole checkpoint is needed in {self.folder}, got "
-            + ("none" if not found else "; ".join(problems))
-            + " (nothing was loaded). Restore these files, or start a new run."
+            f"a whole checkpoint is needed in {self.folder}, got {'; '.join(problems) or 'none'} (nothing was loaded). "
+            "Restore these files, or start a new run."
         )
-
-    def _damage(self, step: int) -> str:
-        return damaged(self.folder / str(step)) or ""
 
     def set_aside(self, after: int) -> None:
         """Moves checkpoints of later steps to FOLDER/damaged: a run that goes on from before them saves these steps anew."""
-        later = [step for step in self._manager.all_steps() if step > after]
+        later = [step for step in self.steps if step > after]
         if not later:
             return
 
         def move() -> str:
             for step in later:
-                aside = self.folder.parent / DAMAGED_FOLDER / f"{step}-{time.time_ns()}"
-                aside.parent.mkdir(exist_ok=True)
-                (self.folder / str(step)).rename(aside)
+                aside = self.folder.parent / DAMAGED_FOLDER
+                aside.mkdir(exist_ok=True)
+                free = next(n for n in itertools.count(1) if not os.path.lexists(aside / f"{step}-{n}"))
+                (self.folder / str(step)).rename(aside / f"{step}-{free}")
             return ""
 
         from_first(move)
+        self.steps = [step for step in self.steps if step <= after]
         self._manager.reload()
 
     def save(
@@ -117,9 +179,15 @@ class Checkpoints:
     ) -> None:
         """Starts writing the state after `step` steps; returns once the arrays are copied, so they may be
         donated.
+
+        Raises:
+          NotWritten: this or the one before cannot be written.
         """
-        if step in self._manager.all_steps():
+        if step in self.steps:
             return  # the same state is already there: a signal right after a regular save
+        if is_first() and self._found() != self._identity:
+            gone = FileNotFoundError("its checkpoints/ is gone, or another folder than before")
+            raise not_written(self.folder.parent, [], gone)
         arrays = {"params": by_path(params), "opt_state": by_path(opt_state)}
         meta = {
             "step": step,
@@ -129,7 +197,9 @@ class Checkpoints:
             "totals": dict(totals),
         }
         items = {name: ocp.args.StandardSave(leaves) for name, leaves in arrays.items()}
-        self._manager.save(step, args=ocp.args.Composite(**items, meta=ocp.args.JsonSave(meta)))
+        with self._written():
+            self._manager.save(step, args=ocp.args.Composite(**items, meta=ocp.args.JsonSave(meta)))
+        self.steps.append(step)
         if is_first():
             self._sealing = [thread for thread in self._sealing if thread.is_alive()]
             self._sealing.append(threading.Thread(target=self._seal, args=(step,), daemon=True))
@@ -246,12 +316,34 @@ class Checkpoints:
     def read_meta(self, step: int | None = None) -> dict[str, Any]:
         """The JSON item of a checkpoint: step, config, leaves, data, totals."""
         step = self._step(step)
-        return self._readable(step, ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"]
+        meta = self._readable(step, ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"]
+        if not _is_meta(meta):
+            raise ValueError(
+                f"the checkpoint in {self.folder / str(step)} must tell its step, config, leaves, data and totals in "
+                "meta/, but does not (nothing was loaded). It is none of a run, or of another version."
+            )
+        return meta
 
     def wait(self) -> None:
-        """Returns once everything saved is on disk."""
-        self._manager.wait_until_finished()
+        """Returns once everything saved is on disk. Raises NotWritten."""
+        with self._written():
+            self._manager.wait_until_finished()
         self._end_sealing()
+
+    def check_written(self) -> None:
+        """Raises NotWritten where a save has failed meanwhile; waits for nothing."""
+        with self._written():
+            if self._failed.error is not None:
+                raise self._failed.error
+
+    @contextlib.contextmanager
+    def _written(self) -> Iterator[None]:
+        """What orbax raises where it cannot write, as NotWritten."""
+        try:
+            yield
+        except Exception as error:  # of any of the layers below
+            whole = [step for step in self.steps if (self.folder / str(step)).is_dir()]
+            raise not_written(self.folder.parent, whole, error) from error
 
     def _end_sealing(self) -> None:
         """What is to come of the saves begun is there."""
@@ -266,12 +358,18 @@ class Checkpoints:
         finally:
             self._end_sealing()
             self._manager.close()
+            logging.getLogger("absl").removeFilter(self._failed)
 
     def __enter__(self) -> Checkpoints:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
+        if isinstance(
+            error, NotWritten
+        ):  # orbax would wait once more, and fail once more; its other threads still do
+            self._over.set()
+        else:
+            self.close()
 
     def _held(self, meta: Mapping[str, Any], wanted: tuple[Any, Any], config: Config) -> tuple[Any, Any]:
         """`wanted` itself where the checkpoint is of as many workers, or of other leaves; else with its shapes."""
@@ -287,16 +385,14 @@ class Checkpoints:
         return held[0], held[1]
 
     def _step(self, step: int | None) -> int:
-        found = self._manager.all_steps()
+        found = self.steps
         if not found:
             raise ValueError(
                 f"a checkpoint is needed, got none in {self.folder}. Name a run that has saved one, or start "
                 "anew without it."
             )
         if step is not None and step not in found:
-            raise ValueError(
-                f"no checkpoint of step {step} in {self.folder}, which holds {sorted(found)}. Use one."
-            )
+            raise ValueError(f"no checkpoint of step {step} in {self.folder}, which holds {found}. Use one.")
         return max(found) if step is None else step
 
     def _read(self, step: int, wanted: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, jax.Array]]:
@@ -316,7 +412,7 @@ class Checkpoints:
         try:
             return self._manager.restore(step, args=args)
         except Exception as error:  # whatever a damaged file makes the layers below raise
-            others = sorted(set(self._manager.all_steps()) - {step})
+            others = [one for one in self.steps if one != step]
             advice = (
                 f"Move that folder away to go on from step {others[-1]}."
                 if others
@@ -383,6 +479,21 @@ class Checkpoints:
                 f"the checkpoint of step {step} in {self.folder} was made with other settings (nothing was "
                 "loaded), checkpoint -> now:\n  " + "\n  ".join(found) + f"\n{_RESUME}"
             )
+
+
+def _is_meta(meta: Any) -> bool:
+    """Whether a checkpoint's JSON item has all its parts; what they hold is compared with the run at hand."""
+    if not isinstance(meta, Mapping) or not isinstance(meta.get("step"), int):
+        return False
+    parts = ("config", "leaves", "data", "totals")
+    if not all(isinstance(meta.get(name), Mapping) for name in parts):
+        return False
+    leaves = [meta["leaves"].get(name) for name in ("params", "opt_state")]
+    return (
+        all(isinstance(found, Mapping) for found in (*leaves, meta["data"].get("data")))
+        and isinstance(meta["data"].get("step"), int)
+        and all(isinstance(x, int | float) for x in meta["totals"].values())
+    )
 
 
 def _told(meta: Mapping[str, Any], config: Config) -> str:

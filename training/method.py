@@ -77,6 +77,9 @@ class Method(Protocol):
     def sent_per_step(self, step: int) -> Sent:
         """In step number `step`; of a round its share."""
 
+    def skipped(self, opt_state: Any) -> int:
+        """Steps skipped so far, where the method counts those of all workers together; else 0."""
+
     def failure(self, step: int, opt_state: Any) -> str | None:
         """Why a run that ended at `step` has trained nothing, where nothing it did was finite; all processes call it."""
 
@@ -175,8 +178,11 @@ class DataParallel:
     def sent_per_step(self, step: int) -> Sent:
         return self.sent(step, 1)
 
+    def skipped(self, opt_state: Any) -> int:
+        return int(optax.tree.get(opt_state, "stats").skipped)
+
     def failure(self, step: int, opt_state: Any) -> str | None:
-        if int(optax.tree.get(opt_state, "stats").skipped) < step:
+        if self.skipped(opt_state) < step:
             return None
         return (
             f"all {step} steps were skipped: no gradient was finite on all workers. Use a smaller --schedule.learning_rate, "

@@ -6,6 +6,7 @@ be done again) and a line cut short by a crash are removed first, so that each s
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from collections.abc import Iterator, Mapping
@@ -51,7 +52,9 @@ class MetricsWriter:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
+        # A full disk fails here once more: the first error is the one to tell.
+        with contextlib.suppress(*([OSError] if error is not None else [])):
+            self.close()
 
 
 class NoWriter:

@@ -33,6 +33,7 @@ def make_optimizer(
         clip_norm=o.clip_norm or None,
         axis_name=axis_name,
         skip_nonfinite=o.skip_nonfinite,
+        skip_spike=o.skip_spike or None,
     )
     payload_dtype = jnp.dtype(o.payload_dtype)
     if o.name == "adamw":

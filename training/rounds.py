@@ -161,6 +161,9 @@ class Rounds:
                 self._note(f"worker {n}: {what}")
                 self._told.add(n)
 
+    def skipped(self, opt_state: Any) -> int:
+        return 0  # of each worker its own, which `collect` puts together
+
     def failure(self, step: int, opt_state: Any) -> str | None:
         found = (opt_state.round, opt_state.skipped, opt_state.steps, _skipped(opt_state))
         rounds, dropped, steps, skipped = gathered(np.stack([_own(x) for x in found], axis=1)).T

@@ -72,6 +72,8 @@ def _lock(folder: Path, stack: contextlib.ExitStack) -> str:
     if fcntl is None:  # Windows
         return ""
     path = folder / LOCK_FILE
+    if path.is_symlink():
+        raise ValueError(f"{path} must be a file of its own, got a link to {path.readlink()}. Remove it.")
     file = stack.enter_context(open(path, "a+"))
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -140,6 +140,45 @@ def test_update_alone_adds_nothing_on_a_skip(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", METHODS)
+def test_a_loss_far_above_the_usual_one_skips_the_step(name: str) -> None:
+    tx = METHODS[name](skip_spike=1.0)
+    params = make_params(shapes=SHAPES)
+    grads = {path: x[0] for path, x in make_batches(1, 1, shapes=SHAPES)[0].items()}
+    update, state = jax.jit(lambda g, s, p, loss: tx.update(g, s, p, value=loss)), tx.init(params)
+    usual = 3.0
+    for loss, is_taken in ((3.0, True), (2.5, True), (3.9, True), (4.1, False), (9.0, False), (4.0, True)):
+        updates, after = update(grads, state, params, jnp.float32(loss))
+        taken = on_host(optax.apply_updates(params, updates))
+        stats = state_of(after, scape_jax.StepStats)
+        if is_taken:
+            usual += 0.05 * (loss - usual)
+            assert np.any(taken["w"] != params["w"])
+        else:
+            assert_bit_equal(taken, params)
+            assert_bit_equal(but_stats(on_host(after)), but_stats(on_host(state)))
+        np.testing.assert_allclose(stats.usual_loss, usual, rtol=1e-6)
+        params, state = taken, after
+    assert int(stats.skipped) == 2
+
+
+def test_a_spike_on_one_worker_is_judged_by_the_mean_on_all() -> None:
+    step = make_step(scape_jax.scape(0.1, 0.1, block_size=64, axis_name="data", skip_spike=0.5), WORKERS)
+    params, good = make_params(shapes=SHAPES), make_batches(WORKERS, 2, shapes=SHAPES)
+    opt_state = step.init(params)
+    params, opt_state, metrics = step(params, opt_state, good[0])
+    before = on_host(params)
+    large = {path: x.copy() for path, x in good[1].items()}
+    large["w"][0] = 1e3 * before["w"]  # the loss is linear: finite, and far above
+    params, opt_state, metrics = step(params, opt_state, large)
+    assert int(metrics["skipped"]) == 1 and float(metrics["loss"]) > 1
+    assert_bit_equal(on_host(params), before)
+
+
+def test_no_spike_is_looked_for_by_default() -> None:
+    assert state_of(scape_jax.scape(1e-3).init(make_params()), scape_jax.StepStats).usual_loss is None
+
+
+@pytest.mark.parametrize("name", METHODS)
 def test_without_skipping_a_nan_goes_through(name: str) -> None:
     """skip_nonfinite=False does what every other optimizer does: it neither skips nor holds anything back."""
     tx = METHODS[name](skip_nonfinite=False)

@@ -83,7 +83,7 @@ def test_newest_are_kept_and_the_newest_is_taken(tmp_path):
     for step in (1, 2, 3):
         save(tmp_path, step, *make_state(mesh, seed=step), keep=2)
     with Checkpoints(tmp_path) as checkpoints:
-        assert checkpoints.latest() == 3
+        assert checkpoints.steps[-1] == 3
         assert int(checkpoints.restore(*make_state(mesh), CONFIG).opt_state[0].count) == 6
         assert int(checkpoints.restore(*make_state(mesh), CONFIG, step=2).opt_state[0].count) == 5
         with pytest.raises(ValueError, match=r"no checkpoint of step 1 .* holds \[2, 3\]"):

@@ -23,11 +23,12 @@ from tests import helpers
 from tests.training.runs_for_tests import pretrain, tiny, write_corpus
 from training import config as settings
 from training import metrics, rounds, runs
+from training._validation import validate
 from training.checkpoint import Checkpoints
 from training.data import make_loader
 from training.outer import local_step, make_outer
 from training.summary import startup_text
-from training.train import State, abstract_state, build, restore, start, train, validate
+from training.train import State, abstract_state, build, restore, start, train
 
 
 @pytest.fixture(scope="module")

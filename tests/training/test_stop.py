@@ -35,7 +35,9 @@ class Group:
         self.lost = [[] for _ in range(count)]
         links = [{i: pair[0] for i, pair in pairs.items()}, *({0: pair[1]} for pair in pairs.values())]
         names = [{i: f"host{i} pid {i}" for i in range(count)}, *({0: "host0"} for _ in pairs)]
-        self.peers = [Peers(i, links[i], names[i], self.lost[i].append) for i in range(count)]
+        self.stopped = [[] for _ in range(count)]
+        calls = [(lost.append, stopped.append) for lost, stopped in zip(self.lost, self.stopped, strict=True)]
+        self.peers = [Peers(i, links[i], names[i], *calls[i]) for i in range(count)]
         self.links = links
 
     def close(self):
@@ -83,9 +85,20 @@ def test_all_name_process_0_when_it_is_lost(group):
 def test_who_is_done_or_failed_is_not_lost(group):
     found = group(4)
     found.peers[1].close()
-    found.peers[2].fail("ValueError: a bad number")
+    found.peers[2].fail("ValueError: a bad number", 2)
     wait_for(lambda: found.lost[0] and found.lost[3])
     assert found.lost == [["process 2 (host2 pid 2) ended: ValueError: a bad number"], [], [], found.lost[0]]
+    assert [found.peers[i].code for i in (0, 3)] == [2, 2]
+
+
+@pytest.mark.parametrize("one", [0, 2])
+def test_a_signal_outside_the_loop_of_one_ends_all_with_its_number(group, one):
+    """As where one process compiles already, and another that gets the signal is not so far yet."""
+    found = group(4)
+    assert found.peers[one].stopped(15) and not found.peers[one].stopped(15)
+    others = [i for i in range(4) if i != one]
+    wait_for(lambda: all(found.stopped[i] for i in others))
+    assert [found.stopped[i] for i in others] == [[15]] * 3 and found.lost == [[]] * 4
 
 
 def test_messages_wait_for_their_handler_and_come_in_order(group):
@@ -182,15 +195,15 @@ def test_the_deadline_of_a_step_follows_from_the_steps():
         clock.now += secs
     watch.doing("step")
     assert watch.deadline_secs == 80.0  # 20 times the longest
-    clock.now += 79.0
-    assert watch.hung() is None
-    clock.now += 2.0
-    assert watch.hung() == "no progress for 81 s (step; the deadline is 80 s)"
     watch.doing("checkpoint")
     clock.now += 900.0
     assert watch.hung() is None
     watch.doing("step")  # what lay between is no step
     assert watch.deadline_secs == 80.0
+    clock.now += 79.0
+    assert watch.hung() is None
+    clock.now += 2.0
+    assert watch.hung() == "no progress for 81 s (step; the deadline is 80 s)"
     fast = Watchdog(lambda text: None, least_secs=10.0, clock=clock)
     for _ in range(10):
         fast.doing("step")

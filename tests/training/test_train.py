@@ -63,6 +63,10 @@ def leaves(folder, step):
     }
 
 
+def checkpoints_of(folder):
+    return sorted(int(path.name) for path in (folder / "checkpoints").iterdir())
+
+
 class Noted:
     """A step that also notes what is compiled ahead: (steps left, whether there was something to compile)."""
 
@@ -452,9 +456,67 @@ def test_many_skipped_in_a_row_end_the_run_with_what_was_trained(corpus, tmp_pat
         )
 
     outcome, records, _ = run(with_loss(setup, poisoned), tmp_path / "run")
-    assert outcome.exit_code == 1 and "in a row had no finite gradient" in outcome.failure
+    assert (
+        outcome.exit_code == 1
+        and "in a row were skipped, for a gradient that is not finite" in outcome.failure
+    )
     assert 7 <= outcome.step < 12 and [r["skipped"] for r in records][:7] == [0, 0, 0, 0, 1, 2, 3]
     assert saved_state(setup, tmp_path / "run", outcome.step).step == outcome.step
+
+
+def test_a_run_goes_back_and_on_without_the_data_that_spoilt_it(corpus, tmp_path):
+    """From batch 6 on three are bad: back to the checkpoint of step 6, and on with the first batch after the trouble."""
+    config = tiny(
+        corpus, run__steps=12, optimizer__name="adams", run__most_skipped=3, run__rollbacks=1, mesh__data=2,
+        checkpoint__every=2, checkpoint__keep=5,
+    )  # fmt: skip
+    setup = build(config)
+    loader = start(setup).loader
+    batches = [next(loader)["tokens"] for _ in range(24)]
+    bad = jnp.asarray(np.concatenate(batches[6:9]))
+
+    def poisoned(params, batch):
+        known = jnp.all(batch["tokens"][:, None] == bad[None], axis=2).any()
+        return (
+            without_gradient(params, batch)
+            + jnp.where(known, jnp.nan, 0.0) * params["embed"]["embedding"][0, 0]
+        )
+
+    setup = with_loss(setup, poisoned)
+    outcome, records, told = run(setup, tmp_path / "run")
+    assert outcome.exit_code == 0 and outcome.step == 12
+    assert [r["step"] for r in records if "loss" in r] == list(range(1, 13))
+    assert "going back to step 6, and on without the 4 batches since" in told  # found at the next checkpoint
+    assert [r["skipped"] for r in records if "loss" in r] == [0] * 12
+    state = start(setup)
+    for batch in (*batches[:6], *batches[10:16]):
+        placed = place({"tokens": batch}, setup.mesh, AXIS_NAME)
+        state.params, state.opt_state, _ = setup.step(state.params, state.opt_state, placed)
+    saved = saved_state(setup, tmp_path / "run", 12)
+    helpers.assert_bit_equal((saved.params, saved.opt_state), (state.params, state.opt_state))
+    assert saved.totals["rollbacks"] == 1 and saved.data_state["step"] == 16
+
+
+def test_a_run_goes_back_only_so_often(corpus, tmp_path):
+    config = tiny(
+        corpus, run__steps=30, optimizer__name="adams", run__most_skipped=2, run__rollbacks=1, mesh__data=1,
+        checkpoint__every=2,
+    )  # fmt: skip
+    setup = build(config)
+    loader = start(setup).loader
+    sound = jnp.asarray(np.concatenate([next(loader)["tokens"] for _ in range(4)]))
+
+    def poisoned(params, batch):
+        known = jnp.all(batch["tokens"][:, None] == sound[None], axis=2).any()
+        return (
+            without_gradient(params, batch)
+            + jnp.where(known, 0.0, jnp.nan) * params["embed"]["embedding"][0, 0]
+        )
+
+    outcome, _, told = run(with_loss(setup, poisoned), tmp_path / "run")
+    assert told.count("going back to step 4") == 1
+    assert outcome.exit_code == 1 and "in a row were skipped" in outcome.failure
+    assert checkpoints_of(tmp_path / "run")[:1] == [4]  # none of those from the trouble took its place
 
 
 def test_a_device_that_differs_ends_the_run_and_is_not_saved(corpus, tmp_path, monkeypatch):
