@@ -16,6 +16,7 @@ import json
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -185,9 +186,6 @@ class Checkpoints:
         """
         if step in self.steps:
             return  # the same state is already there: a signal right after a regular save
-        if is_first() and self._found() != self._identity:
-            gone = FileNotFoundError("its checkpoints/ is gone, or another folder than before")
-            raise not_written(self.folder.parent, [], gone)
         arrays = {"params": by_path(params), "opt_state": by_path(opt_state)}
         meta = {
             "step": step,
@@ -197,6 +195,7 @@ class Checkpoints:
             "totals": dict(totals),
         }
         items = {name: ocp.args.StandardSave(leaves) for name, leaves in arrays.items()}
+        self._until_written()
         with self._written():
             self._manager.save(step, args=ocp.args.Composite(**items, meta=ocp.args.JsonSave(meta)))
         self.steps.append(step)
@@ -326,15 +325,25 @@ class Checkpoints:
 
     def wait(self) -> None:
         """Returns once everything saved is on disk. Raises NotWritten."""
-        with self._written():
-            self._manager.wait_until_finished()
+        self._until_written()
         self._end_sealing()
 
     def check_written(self) -> None:
-        """Raises NotWritten where a save has failed meanwhile; waits for nothing."""
+        """Raises NotWritten where a save has failed meanwhile, or cannot end well; waits for nothing."""
         with self._written():
             if self._failed.error is not None:
                 raise self._failed.error
+            if is_first() and self._found() != self._identity:
+                raise FileNotFoundError(f"{CHECKPOINT_FOLDER}/ is gone, or another folder than before")
+
+    def _until_written(self) -> None:
+        """The save before has ended. In a folder that vanished a write may never do, and orbax would wait for it."""
+        while self._manager.is_saving_in_progress():
+            self.check_written()
+            time.sleep(_LOOK_SECS)
+        self.check_written()
+        with self._written():
+            self._manager.wait_until_finished()
 
     @contextlib.contextmanager
     def _written(self) -> Iterator[None]:
