@@ -113,6 +113,7 @@ def show_summary(outcome: Outcome, console: Console) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Returns the exit code."""
+    os.umask(os.umask(0) | 0o002)  # what a run leaves is not for everyone to change
     try:
         flags, start_secs, rest = take_flags(sys.argv[1:] if arguments is None else arguments)
         config, resumed = parse(rest)

@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import jax
+
 from training._peers import Peers, end
 
 LEAST_SECS, RARE_SECS = 120.0, 3600.0
@@ -21,6 +23,7 @@ TIMES_LONGEST = 20.0  # of the recent steps
 _RECENT = 50
 _STEPS_FIRST = 5  # before a step's deadline is known
 _WAKE_SECS, _LATE_SECS = 1.0, 2.0
+_COMPILE_EVENTS = "/jax/core/compile"  # of jax.monitoring
 _ANSWER_SECS = 5.0  # of a process that is asked where it is
 
 
@@ -46,14 +49,19 @@ class Watchdog:
         self._rare_secs = max(least_secs, rare_secs)
         self._steps: collections.deque[float] = collections.deque(maxlen=_RECENT)
         self._doing, self._since = "", clock()
+        self._has_compiled = False
         self._ended = threading.Event()
 
     def doing(self, what: str) -> None:
-        """The run begins something else; steps are "step"."""
+        """The run begins something else; steps are "step", of which those that compile something do not count."""
         now = self._clock()
-        if self._doing == "step":
+        if self._doing == "step" and not self._has_compiled:
             self._steps.append(now - self._since)
-        self._doing, self._since = what, now
+        self._doing, self._since, self._has_compiled = what, now, False
+
+    def _note(self, event: str, secs: float, **unused: object) -> None:
+        if event.startswith(_COMPILE_EVENTS):
+            self._has_compiled = True
 
     @property
     def deadline_secs(self) -> float:
@@ -85,11 +93,14 @@ class Watchdog:
 
     def __enter__(self) -> Watchdog:
         if self._least_secs > 0:
+            jax.monitoring.register_event_duration_secs_listener(self._note)
             threading.Thread(target=self._watch, daemon=True, name="watchdog").start()
         return self
 
     def __exit__(self, *unused: object) -> None:
         self._ended.set()
+        if self._least_secs > 0:
+            jax.monitoring.unregister_event_duration_listener(self._note)
 
 
 def dump_stacks() -> None:

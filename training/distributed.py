@@ -40,6 +40,7 @@ __all__ = [
 ]
 
 START_TIMEOUT_SECS = 300.0
+_HEARTBEAT_SECS = 7200  # twice the longest deadline of `_watchdog`
 _PACKAGES = ("training", "models", "scape_jax", "gasloc_jax", "pallas_kernels")
 _VERSIONS = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "flax", "optax", "numpy")
 _GPUS = Path("/proc/driver/nvidia/gpus")
@@ -184,6 +185,8 @@ def _initialize(group: Group, timeout_secs: float) -> None:
             group.local_device_ids,
             cluster_detection_method="deactivate",  # `describe` has decided
             initialization_timeout=max(60, int(timeout_secs)),
+            # JAX would abort all after 100 s without a word of one: `_peers` and `_watchdog` are sooner, and name it.
+            heartbeat_timeout_seconds=_HEARTBEAT_SECS,
         )
     except RuntimeError as error:
         raise ValueError(

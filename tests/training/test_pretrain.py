@@ -5,6 +5,7 @@ compiles.
 import os
 import re
 import signal
+import stat
 import subprocess
 import time
 
@@ -34,6 +35,7 @@ def started(arguments, cwd):
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        umask=0,
     )
     told, steps = "", 0
     for line in process.stdout:
@@ -72,6 +74,7 @@ def test_ctrl_c_and_sigterm_save_and_say_how_to_resume(corpus, tmp_path):
     assert [r["step"] for r in records] == list(range(1, second + 1))  # no step twice or left out
     per_step = {r["bytes_sent_total"] / r["step"] for r in records}
     assert len(per_step) == 1  # the sum goes on, too
+    assert not [path for path in folder.rglob("*") if path.stat().st_mode & stat.S_IWOTH]
 
 
 def refused(capsys, *arguments):

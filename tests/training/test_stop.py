@@ -5,6 +5,7 @@ import socket
 import threading
 import time
 
+import jax
 import pytest
 
 from training._peers import Peers
@@ -199,6 +200,11 @@ def test_the_deadline_of_a_step_follows_from_the_steps():
     clock.now += 900.0
     assert watch.hung() is None
     watch.doing("step")  # what lay between is no step
+    assert watch.deadline_secs == 80.0
+    with watch:
+        jax.jit(lambda x: x + clock.now)(1.0)
+        clock.now += 70.0
+        watch.doing("step")  # one that compiles something does not count either
     assert watch.deadline_secs == 80.0
     clock.now += 79.0
     assert watch.hung() is None
