@@ -224,7 +224,7 @@ def judge(
     if usual is not None:
         ok = ok & ((usual == 0) | ~(loss > usual + skip_spike))
         followed = jnp.where(usual == 0, loss, usual + USUAL_WEIGHT * (loss - usual))
-        usual = jnp.where(ok, followed, usual)
+        usual = jnp.where(ok & jnp.isfinite(loss), followed, usual)
     skipped = old.skipped + (~ok).astype(jnp.int32)
     return StepStats(loss, norm, clip_factor(norm, clip_norm), skipped, usual), ok
 

@@ -4,7 +4,7 @@
     JAX_PLATFORMS=cpu python scripts/bench_checkpoint.py --config gasloc-demo --out docs/results/bench_checkpoint.json
 
 Steps of a preset on its own data, then a save, steps while it is written, and so on in turns. Memory is the peak of the
-process's resident pages (VmHWM) over a save and the steps after it, above that over as many steps without one. Linux only.
+process's resident pages (VmHWM) over a save and the steps until it is written, above that of steps without one. Linux only.
 Goals: a save holds a step up for less than 10 % of its time, and takes no more memory than one copy of the state.
 """
 
@@ -41,7 +41,7 @@ class Settings:
     config: str = "demo"
     """Preset of scripts/pretrain.py."""
     steps: int = 10
-    """Steps or rounds in each part of a turn."""
+    """Steps or rounds before each save."""
     repeats: int = 5
     """Saves."""
     out: pathlib.Path | None = None
@@ -111,7 +111,8 @@ def main(settings: Settings) -> dict[str, Any]:
             reset_peak()
             held.append(timed.save())
             began = time.perf_counter()
-            writing += [timed.step() for _ in range(settings.steps)]
+            while checkpoints.is_writing():
+                writing.append(timed.step())
             checkpoints.wait()
             on_disk.append(time.perf_counter() - began)
             grown.append(peak_bytes() - before)

@@ -302,7 +302,7 @@ def disturbed(settings: Settings, folder: pathlib.Path, console: Console) -> tup
         done = last_step(run)
         at = done + rng.randint(1, 2 * settings.steps_between)
         if kind == "stop one":
-            at = max(at, done + 14)  # the deadline of a step follows from the steps of this start
+            at = max(at, done + 24)  # the deadline of a step follows from the steps of this start
         resumed = bool(checkpoints(run))
         if not resumed and run.exists():
             shutil.rmtree(run)

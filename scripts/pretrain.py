@@ -171,6 +171,8 @@ def _main_of_a_group() -> int:
     if code in (2, NOT_WRITTEN) and lines is not None:
         lines.fail(why, of_others)
         os._exit(code)
+    if code == NOT_WRITTEN:
+        os._exit(code)  # threads may wait for ever for what they write
     return code
 
 

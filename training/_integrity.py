@@ -17,14 +17,16 @@ _CHUNK_BYTES = 1 << 22
 
 
 def seal(folder: Path) -> None:
-    """Writes the size and the CRC-32 of each file of a finished checkpoint."""
+    """Writes the size and the CRC-32 of each file of a finished checkpoint; raises OSError where there is none."""
+    if not folder.is_dir():
+        raise FileNotFoundError(f"no checkpoint in {folder}")
     found = {name: [path.stat().st_size, _crc(path)] for name, path in _files(folder).items()}
     with replace_atomically(folder / FILE) as file:
         file.write((json.dumps(found, indent=0) + "\n").encode())
 
 
-def damaged(folder: Path, part: int = 0, parts: int = 1) -> str | None:
-    """The first file that is not as it was written, and how; of every `parts`-th one from number `part` on."""
+def damaged(folder: Path) -> str | None:
+    """The first file that is not as it was written, and how."""
     try:
         written = json.loads((folder / FILE).read_text())
         sums = {str(name): (int(size), int(crc)) for name, (size, crc) in written.items()}
@@ -33,7 +35,7 @@ def damaged(folder: Path, part: int = 0, parts: int = 1) -> str | None:
     except (ValueError, TypeError, AttributeError, RecursionError, OSError) as error:
         return f"{folder / FILE} cannot be read ({error})"
     files = _files(folder)
-    for name in sorted(sums)[part::parts]:
+    for name in sorted(sums):
         size, crc = sums[name]
         path = files.get(name)  # never a path from the file: that could lead anywhere
         try:

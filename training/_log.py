@@ -40,12 +40,11 @@ class RunLog:
         self._collect = collect
         self._tokens_per_step, self._schedule = tokens_per_step, schedule
         self._in_flight: collections.deque[tuple[int, dict[str, Any]]] = collections.deque()
-        self._window: list[
-            tuple[int, dict[str, Any]]
-        ] = []  # measurements of completed steps since the last line
+        self._window: list[tuple[int, dict[str, Any]]] = []  # measurements of steps since the last `_count`
+        self._counted: list[dict[str, Any]] = []  # collected ones, since the last line
         self._due: dict[int, dict[str, Any]] = {}
         self._paused_secs = 0.0
-        self.skipped_in_row, self._skipped = 0, skipped  # as of the last line
+        self.skipped_in_row, self._skipped = 0, skipped  # as of the last line or pause
         self._sound_step = start_step  # the last one that was not skipped, as of then
         self.longest_skip = 0, start_step  # how many in a row, and the sound step before them
         self._began = time.perf_counter()
@@ -85,6 +84,7 @@ class RunLog:
     def pause(self) -> Iterator[None]:
         """For work between steps that tokens/s shall not count; nothing is in flight meanwhile."""
         self.flush()
+        self._count()
         began = time.perf_counter()
         yield
         self._paused_secs += time.perf_counter() - began
@@ -98,10 +98,13 @@ class RunLog:
         if step in self._due:
             self._write(step)
 
-    def _write(self, step: int) -> None:
+    def _count(self) -> None:
+        """Collects the steps done so far, and counts those that were skipped; the same steps in all processes."""
+        if not self._window:
+            return
         numbers, measurements = zip(*self._window, strict=True)
-        known, window = jax.device_get(self._due.pop(step)), self._collect(list(measurements))
         self._window = []
+        window = self._collect(list(measurements))
         for number, measured in zip(numbers, window, strict=True):
             skipped = int(measured["skipped"])
             # In rounds one worker may have dropped its own, or only skipped steps: that says whether all have.
@@ -111,6 +114,12 @@ class RunLog:
             else:
                 self.skipped_in_row, self._sound_step = 0, number
             self._skipped = skipped
+        self._counted += window
+
+    def _write(self, step: int) -> None:
+        self._count()
+        known, window = jax.device_get(self._due.pop(step)), self._counted
+        self._counted = []
         since = self._mark or self._start
         if since[0] == step:  # only the first step, compilation included
             since = self._start

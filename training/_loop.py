@@ -7,6 +7,7 @@ import dataclasses
 import os
 import time
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -46,16 +47,27 @@ class Trouble:
 
     Attributes:
       first_step: the first of them.
+      rollbacks: how often the run has gone back before.
       data_state: position of the data after them.
       text: for the user.
     """
 
     first_step: int
+    rollbacks: int
     data_state: dict[str, Any]
     text: str
 
 
-def watched(setup: Setup, progress: Progress, stack: contextlib.ExitStack) -> tuple[CommonStop, Watchdog]:
+def how_to_go_on(folder: Path) -> str:
+    """For the user."""
+    count = jax.process_count()
+    where = f", in all {count} processes" if count > 1 else ""
+    return f"to go on{where}: python scripts/pretrain.py --resume {folder}"
+
+
+def watched(
+    setup: Setup, folder: Path, progress: Progress, stack: contextlib.ExitStack
+) -> tuple[CommonStop, Watchdog]:
     """What ends the run early: a signal to any process, and a watchdog; both as long as the stack is open.
 
     Until a first step is done there is nothing to save: all is on disk already, or can be made again.
@@ -64,7 +76,9 @@ def watched(setup: Setup, progress: Progress, stack: contextlib.ExitStack) -> tu
 
     def leave(number: int) -> None:
         try:
-            progress.note(f"stopped before the first {unit} was done: nothing is lost by that")
+            progress.note(
+                f"stopped before the first {unit} was done: nothing is lost by that; {how_to_go_on(folder)}"
+            )
             progress.console.show_cursor(True)
             if lines is not None:
                 lines.close()
@@ -114,6 +128,7 @@ class Loop:
 
     def __enter__(self) -> Loop:
         config, state, method = self._config, self._state, self._method
+        method.check(state.step, self._note)
         self._writer = NoWriter()
         if is_first():
             board = config.log.tensorboard
@@ -130,14 +145,15 @@ class Loop:
             in_flight=method.in_flight,
             collect=method.collect,
         )
-        method.check(state.step, self._note)
         self._progress.note(startup_text(self._setup, self._folder, state))
         if state.told:
             self._progress.note(state.told)
         return self
 
-    def __exit__(self, *unused: object) -> None:
-        self._stack.close()
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.__exit__(kind, error, trace)
 
     def _note(self, text: str) -> None:
         self._watch.doing("compilation")  # what a method tells of is rare, and may take its time
@@ -146,7 +162,7 @@ class Loop:
     def steps(self) -> Trouble | None:
         """All that are left, or up to a signal or trouble."""
         config, state, stop = self._config, self._state, self._stop
-        total = config.run.steps
+        total, save_is_due = config.run.steps, False
         while state.step < total and not stop.here():
             trouble = self._trouble()
             if trouble is not None:
@@ -159,22 +175,28 @@ class Loop:
                     self._record(self._validate(config.eval.batches))
             if _passed(config.run.compare_every, before, state.step):
                 self._compare()
-            if _passed(config.checkpoint.every, before, state.step) and state.step < total:
+            save_is_due |= _passed(config.checkpoint.every, before, state.step)
+            if save_is_due and state.step < total:
                 with self._log.pause():
-                    # In trouble it would take the place of one from before.
+                    # While steps are skipped it would take the place of one from before.
                     if not self._log.skipped_in_row and self._trouble() is None:
                         self._save()
+                        save_is_due = False
         self._log.flush()
         return self._trouble()
 
     def may_go_back(self, trouble: Trouble) -> bool:
-        """Whether there is a checkpoint from before it, not too much trouble so far, and nobody wants to stop."""
+        """Whether it has not done so too often, nobody wants to stop, and there is a whole checkpoint from before."""
+        if trouble.rollbacks >= self._config.run.rollbacks or self._stop.received is not None:
+            return False
         self._watch.doing("checkpoint")
         self._checkpoints.wait()
         self._checkpoints.look()
-        older = any(step < trouble.first_step for step in self._checkpoints.steps)
-        often = self._state.totals["rollbacks"] >= self._config.run.rollbacks
-        return older and not often and self._stop.received is None
+        try:
+            self._checkpoints.newest_whole(self._progress.note, before=trouble.first_step)
+        except ValueError:
+            return False
+        return True
 
     def end(self, trouble: Trouble | None) -> Outcome | Evaluation:
         """Saves, and evaluates a run that has taken all its steps."""
@@ -187,16 +209,14 @@ class Loop:
         if failure is None and trouble is not None:
             failure = (
                 f"{trouble.text} (run.most_skipped). What was trained is saved at step {state.step}. Use a smaller "
-                "--schedule.learning_rate, look at the data there, or let the run go back by itself: --run.rollbacks 3."
+                "--schedule.learning_rate, look at the data there, or start a run that goes back by itself, by "
+                "--run.rollbacks 3."
             )
         if failure:
             return Outcome(folder, state.step, None, 1, failure)
         final = self._validate(self._config.eval.final_batches) if stop.received is None else None
         if final is None:
-            count = jax.process_count()
-            where = f", in all {count} processes" if count > 1 else ""
-            again = f"python scripts/pretrain.py --resume {folder}"
-            self._progress.note(f"saved step {state.step}; to go on{where}: {again}")
+            self._progress.note(f"saved step {state.step}; {how_to_go_on(folder)}")
             return Outcome(folder, state.step, None, stop.exit_code)
         self._record(final)
         self._count_secs()
@@ -251,8 +271,8 @@ class Loop:
             )
 
     def _save(self) -> None:
-        self._watch.doing("checkpoint")
         self._count_secs()
+        self._watch.doing("checkpoint")
         save(self._setup, self._state, self._checkpoints)
 
     def _count_secs(self) -> None:
@@ -267,7 +287,8 @@ class Loop:
             f"{skipped} {self._method.unit}s in a row were skipped, for a gradient that is not finite or a loss far above "
             "the usual one"
         )
-        return Trouble(sound_step + 1, self._state.loader.get_state(), text)
+        rollbacks = int(self._state.totals["rollbacks"])
+        return Trouble(sound_step + 1, rollbacks, self._state.loader.get_state(), text)
 
 
 def save(setup: Setup, state: State, checkpoints: Checkpoints) -> None:

@@ -25,8 +25,7 @@ def is_first() -> bool:
 def from_first(make: Callable[[], str]) -> str:
     """What `make` returns in the first process, which alone calls it; all processes call this.
 
-    A ValueError or OSError of `make` is raised in all, as ValueError in the others. Communicates 4096 bytes, and what of the
-    text is more than that.
+    A ValueError or OSError of `make` is raised in all. Communicates 4096 bytes, and what of the text is more than that.
     """
     told, problem = "", None
     if is_first():
@@ -38,15 +37,16 @@ def from_first(make: Callable[[], str]) -> str:
         if problem is not None:
             raise problem
         return told
-    text = f"{'-' if problem else '+'}{problem or told}".encode()
+    kind = "+" if problem is None else "!" if isinstance(problem, OSError) else "-"
+    text = f"{kind}{told if problem is None else problem}".encode()
     size = len(text).to_bytes(4, "little")
     first = _broadcast(size + text, _MESSAGE_BYTES)
     size_of_all = int.from_bytes(first[:4], "little")
     rest = size_of_all - (_MESSAGE_BYTES - 4)
     whole = first[4:] + (_broadcast(text[-rest:], rest) if rest > 0 else b"")
     text_of_all = whole[:size_of_all].decode()
-    if text_of_all.startswith("-"):
-        raise ValueError(text_of_all[1:]) from problem
+    if text_of_all[0] != "+":
+        raise problem or (OSError if text_of_all[0] == "!" else ValueError)(text_of_all[1:])
     return text_of_all[1:]
 
 

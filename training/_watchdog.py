@@ -1,7 +1,8 @@
 """Ends a run that stands still: a peer that hangs keeps all waiting, and no exchange has a deadline of its own.
 
-The deadline of a step follows from the run's own steps; what is done rarely (a compilation, an evaluation, a checkpoint)
-has a long one. At its end all threads' stacks are printed, and the process ends, so that a scheduler can start it again.
+The deadline of a step follows from the run's own steps; what is done rarely (an evaluation's batch, a checkpoint) has five
+times as long at least, once it was done three times, and before that, like a compilation, an hour. At its end all threads'
+stacks are printed, and the process ends, so that a scheduler can start it again.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ from training._peers import Peers, end
 LEAST_SECS, RARE_SECS = 120.0, 3600.0
 TIMES_LONGEST = 20.0  # of the recent steps
 _RECENT = 50
-_STEPS_FIRST = 5  # before a step's deadline is known
+_FIRST = 3  # times that something was done before its deadline is known
+_TIMES_RARE = 5.0  # what is no step has at least so many times the least deadline
 _WAKE_SECS, _LATE_SECS = 1.0, 2.0
-_COMPILE_EVENTS = "/jax/core/compile"  # of jax.monitoring
+_COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"  # of jax.monitoring
 _ANSWER_SECS = 5.0  # of a process that is asked where it is
 
 
@@ -33,7 +35,7 @@ class Watchdog:
     Args:
       on_hung: called once, from a thread, with what was found, in words.
       least_secs: no step's deadline is shorter. 0: nothing is watched.
-      rare_secs: deadline of all but steps.
+      rare_secs: no deadline is longer; that of what was hardly ever done.
       clock: seconds that only grow.
     """
 
@@ -47,28 +49,30 @@ class Watchdog:
     ):
         self._on_hung, self._least_secs, self._clock = on_hung, least_secs, clock
         self._rare_secs = max(least_secs, rare_secs)
-        self._steps: collections.deque[float] = collections.deque(maxlen=_RECENT)
+        self._took: dict[str, collections.deque[float]] = {}  # recent seconds, by what was done
         self._doing, self._since = "", clock()
         self._has_compiled = False
         self._ended = threading.Event()
 
     def doing(self, what: str) -> None:
-        """The run begins something else; steps are "step", of which those that compile something do not count."""
+        """The run begins something else; steps are "step". What compiles something does not count for a deadline."""
         now = self._clock()
-        if self._doing == "step" and not self._has_compiled:
-            self._steps.append(now - self._since)
+        if self._doing and not self._has_compiled:
+            self._took.setdefault(self._doing, collections.deque(maxlen=_RECENT)).append(now - self._since)
         self._doing, self._since, self._has_compiled = what, now, False
 
-    def _note(self, event: str, secs: float, **unused: object) -> None:
-        if event.startswith(_COMPILE_EVENTS):
+    def _note(self, event: str, duration_secs: float, **unused: str | int) -> None:
+        if event == _COMPILE_EVENT:
             self._has_compiled = True
 
     @property
     def deadline_secs(self) -> float:
         """For what the run is doing now."""
-        if self._doing != "step" or len(self._steps) < _STEPS_FIRST:
+        took = self._took.get(self._doing, ())
+        if len(took) < _FIRST:
             return self._rare_secs
-        return min(self._rare_secs, max(self._least_secs, TIMES_LONGEST * max(self._steps)))
+        least = self._least_secs * (1 if self._doing == "step" else _TIMES_RARE)
+        return min(self._rare_secs, max(least, TIMES_LONGEST * max(took)))
 
     def hung(self) -> str | None:
         """What stands still, in words."""

@@ -38,7 +38,9 @@ _RESUME = (
     "Resume with the saved settings, or start a new run; --checkpoint.parameters_from RUN takes over the "
     "parameters alone."
 )
+_LARGE_BYTES = 1 << 24
 _LOOK_SECS = 0.05
+_MOST_SECS = 7200  # twice the longest deadline of `_watchdog`
 _MAY_CHANGE = ("outer.measure", "outer.evaluate_workers")  # what is looked at, not what is done
 
 
@@ -51,9 +53,10 @@ def not_written(folder: Path, steps: Sequence[int], error: Exception) -> NotWrit
     if isinstance(error, NotWritten):
         return error
     last = f"The last checkpoint is that of step {steps[-1]}" if steps else "There is no checkpoint yet"
+    mend = "bring it back" if isinstance(error, FileNotFoundError) else "make room"
     text = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)[:300]
     return NotWritten(
-        f"the run's folder {folder} must be there and writable, with space left, got: {text}. {last}; make room, then go on "
+        f"the run's folder {folder} must be there and writable, with space left, got: {text}. {last}; {mend}, then go on "
         f"with --resume {folder}."
     )
 
@@ -84,6 +87,9 @@ class _Failed(logging.Filter):
         return False  # it is told once, in a line
 
 
+_FAILED = _Failed()
+
+
 class Checkpoints:
     """The checkpoints of one run, in FOLDER/checkpoints; the newest `keep` stay, and those of every `keep_every`-th step.
 
@@ -95,13 +101,20 @@ class Checkpoints:
 
     def __init__(self, folder: str | Path, *, keep: int = 2, keep_every: int = 0, own: bool = False):
         self.folder = Path(folder).absolute() / CHECKPOINT_FOLDER
-        self._failed = _Failed()
-        logging.getLogger("absl").addFilter(self._failed)
+        _write_small_arrays_whole()
+        _FAILED.error = None
+        logging.getLogger("absl").addFilter(_FAILED)
         options = ocp.CheckpointManagerOptions(
-            max_to_keep=keep, keep_period=keep_every or None, create=True, cleanup_tmp_directories=own
+            max_to_keep=keep,
+            keep_period=keep_every or None,
+            create=True,
+            cleanup_tmp_directories=own,
+            # A process that hangs in a save, or a file system that is slow, is the watchdog's to judge.
+            async_options=ocp.AsyncOptions(timeout_secs=_MOST_SECS),
         )
         self._manager = ocp.CheckpointManager(self.folder, options=options)
-        self._identity = self._found()
+        config_file = self.folder.parent / "config.json"  # of a run: without it this is another folder
+        self._marker = config_file if config_file.is_file() else None
         self._over = threading.Event()
         self._sealing: list[threading.Thread] = []
         self.steps: list[
@@ -112,14 +125,6 @@ class Checkpoints:
     def look(self) -> None:
         """Brings `steps` up to date."""
         self.steps = json.loads(from_first(lambda: json.dumps(sorted(self._manager.all_steps()))))
-
-    def _found(self) -> tuple[int, int] | None:
-        """Tells a folder from another one that took its name."""
-        try:
-            found = self.folder.stat()
-        except OSError:
-            return None
-        return found.st_dev, found.st_ino
 
     def newest_whole(self, note: Callable[[str], Any], before: int | None = None) -> int:
         """Step of the newest checkpoint (before step `before`) whose files are as they were written; `note` is told of newer
@@ -141,7 +146,8 @@ class Checkpoints:
         for step in reversed(self.steps):
             if before is not None and step >= before:
                 continue
-            problem = damaged(self.folder / str(step))
+            folder = self.folder / str(step)
+            problem = damaged(folder) if (folder / "meta").is_dir() else f"{folder / 'meta'} is missing"
             if not problem:
                 return [str(step), *problems]
             problems.append(f"the checkpoint of step {step} is damaged: {problem}")
@@ -164,7 +170,8 @@ class Checkpoints:
                 (self.folder / str(step)).rename(aside / f"{step}-{free}")
             return ""
 
-        from_first(move)
+        with self._written():
+            from_first(move)
         self.steps = [step for step in self.steps if step <= after]
         self._manager.reload()
 
@@ -207,8 +214,9 @@ class Checkpoints:
     def _seal(self, step: int) -> None:
         """Once orbax has finished a checkpoint, which then takes its name, sums up its files."""
         folder = self.folder / str(step)
-        while not folder.is_dir() and not self._over.wait(_LOOK_SECS):
-            pass
+        while not folder.is_dir():
+            if self._over.wait(_LOOK_SECS) and not folder.is_dir():
+                return  # it was never finished
         with contextlib.suppress(
             OSError
         ):  # it is a newer one's turn, and this was removed; or the disk is full
@@ -328,17 +336,21 @@ class Checkpoints:
         self._until_written()
         self._end_sealing()
 
+    def is_writing(self) -> bool:
+        """Whether a save is under way, in any process."""
+        return self._manager.is_saving_in_progress()
+
     def check_written(self) -> None:
         """Raises NotWritten where a save has failed meanwhile, or cannot end well; waits for nothing."""
         with self._written():
-            if self._failed.error is not None:
-                raise self._failed.error
-            if is_first() and self._found() != self._identity:
-                raise FileNotFoundError(f"{CHECKPOINT_FOLDER}/ is gone, or another folder than before")
+            if _FAILED.error is not None:
+                raise _FAILED.error
+            if is_first() and not (self.folder.is_dir() and (self._marker is None or self._marker.is_file())):
+                raise FileNotFoundError("the folder is gone, or another one has its name")
 
     def _until_written(self) -> None:
         """The save before has ended. In a folder that vanished a write may never do, and orbax would wait for it."""
-        while self._manager.is_saving_in_progress():
+        while self.is_writing():
             self.check_written()
             time.sleep(_LOOK_SECS)
         self.check_written()
@@ -351,7 +363,8 @@ class Checkpoints:
         try:
             yield
         except Exception as error:  # of any of the layers below
-            whole = [step for step in self.steps if (self.folder / str(step)).is_dir()]
+            gone = isinstance(error, FileNotFoundError)
+            whole = [step for step in self.steps if gone or (self.folder / str(step)).is_dir()]
             raise not_written(self.folder.parent, whole, error) from error
 
     def _end_sealing(self) -> None:
@@ -367,7 +380,7 @@ class Checkpoints:
         finally:
             self._end_sealing()
             self._manager.close()
-            logging.getLogger("absl").removeFilter(self._failed)
+            logging.getLogger("absl").removeFilter(_FAILED)
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -490,6 +503,21 @@ class Checkpoints:
             )
 
 
+@functools.cache
+def _write_small_arrays_whole() -> None:
+    """Orbax lets each replica of an array write a part of it, which it cuts out on the device: worth its time for the large
+    ones of several processes; in a single one it takes three times as long as the rest of a save.
+    """
+    handler = ocp.type_handlers.ArrayHandler(
+        use_replica_parallel=jax.process_count() > 1, min_slice_bytes_for_replica_parallel=_LARGE_BYTES
+    )
+    logger = logging.getLogger("absl")
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # it warns of what is wanted here
+    ocp.type_handlers.register_type_handler(jax.Array, handler, override=True)
+    logger.setLevel(level)
+
+
 def _is_meta(meta: Any) -> bool:
     """Whether a checkpoint's JSON item has all its parts; what they hold is compared with the run at hand."""
     if not isinstance(meta, Mapping) or not isinstance(meta.get("step"), int):
@@ -498,10 +526,8 @@ def _is_meta(meta: Any) -> bool:
     if not all(isinstance(meta.get(name), Mapping) for name in parts):
         return False
     leaves = [meta["leaves"].get(name) for name in ("params", "opt_state")]
-    return (
-        all(isinstance(found, Mapping) for found in (*leaves, meta["data"].get("data")))
-        and isinstance(meta["data"].get("step"), int)
-        and all(isinstance(x, int | float) for x in meta["totals"].values())
+    return all(isinstance(found, Mapping) for found in leaves) and all(
+        isinstance(x, int | float) for x in meta["totals"].values()
     )
 
 

@@ -27,6 +27,7 @@ from training._sections import (
     RunConfig,
     ScheduleConfig,
 )
+from training.token_file import replace_atomically
 
 __all__ = [
     "CheckpointConfig",
@@ -129,7 +130,8 @@ class Config(Settings):
         return self.data.global_batch * self.data.length
 
     def save(self, path: str | Path) -> None:
-        Path(path).write_text(json.dumps(to_dict(self), indent=2) + "\n")
+        with replace_atomically(Path(path)) as file:
+            file.write((json.dumps(to_dict(self), indent=2) + "\n").encode())
 
     @classmethod
     def load(cls, path: str | Path) -> Config:

@@ -159,9 +159,11 @@ class BatchLoader(Iterator[Batch]):
 
         Workers, processes, threads and prefetching may differ; data, length, global batch and seed must not.
         """
-        step, saved = state["step"], state["data"]
-        if not isinstance(step, int) or step < 0:
-            raise ValueError(f"a data position has a step >= 0, got {step!r}. Pass what get_state returned.")
+        step, saved = state.get("step"), state.get("data")
+        if not isinstance(step, int) or step < 0 or not isinstance(saved, dict):
+            raise ValueError(
+                f"a data position has a step >= 0, got {step!r}, and its data, got {saved!r}. Pass what get_state returned."
+            )
         if saved != self._identity:
             names = sorted(saved.keys() | self._identity.keys())
             changed = [

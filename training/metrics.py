@@ -39,6 +39,7 @@ class MetricsWriter:
         self._file.write(json.dumps({key: _plain(value) for key, value in record.items()}) + "\n")
         self._file.flush()  # a line is on disk before the next step starts, whatever ends the process
         if self._board is not None:
+            self._check_board()
             for key, value in record.items():
                 if key != "step" and not isinstance(value, list):  # numbers of each worker have no curve
                     self._board.add_scalar(key, value, step)
@@ -46,7 +47,15 @@ class MetricsWriter:
     def close(self) -> None:
         self._file.close()
         if self._board is not None:
+            self._check_board()
             self._board.close()
+
+    def _check_board(self) -> None:
+        """Its thread ends where it cannot write, and its queue, once full, is waited for without an end."""
+        writer = getattr(getattr(self._board, "file_writer", None), "event_writer", None)
+        thread = getattr(writer, "_worker", None)
+        if thread is not None and not thread.is_alive():
+            raise OSError(f"TensorBoard's files in {self.path.parent / 'tensorboard'} cannot be written")
 
     def __enter__(self) -> MetricsWriter:
         return self

@@ -52,6 +52,7 @@ class Rounds:
         self._told: set[int] = set()  # workers whose first loss was told
         self._note: Callable[[str], Any] = lambda text: None
         self._counts: list[int] = []  # of the round that was read last
+        self._updates: np.ndarray | None = None  # of each worker, as last collected
         self._round_bytes = self._round.wire_bytes(self._params)
         dense = scape_jax.wire_bytes(self._params, num_workers=self._workers, method="all_reduce")
         self._dense_bytes = dense.dense_total_bytes
@@ -68,7 +69,7 @@ class Rounds:
         return self._pace.local_steps
 
     def check(self, step: int, note: Callable[[str], Any]) -> None:
-        self._note = note
+        self._note, self._updates = note, None
         processes = jax.process_count()
         if self._workers % processes:
             raise ValueError(
@@ -145,6 +146,9 @@ class Rounds:
             found = {name: whole[:, i, k].view(dtypes[k]) for k, name in enumerate(names)}
             known = {name: value for name, value in measured.items() if name != "figures"}
             sound = _sound(found)
+            if self._updates is not None:
+                sound &= found["updates"] > self._updates  # else all its steps were skipped
+            self._updates = found["updates"]
             lost |= set(np.flatnonzero(~sound).tolist())
             self._tell_lost(np.flatnonzero(~sound).tolist(), found["dropped"])
             told = {"dropped_workers": sorted(lost), "nothing_sound": not sound.any()}
@@ -157,7 +161,7 @@ class Rounds:
             if n not in self._told:
                 what = "parameters not finite, its round was dropped"
                 if not dropped[n]:
-                    what = "a gradient was not finite, and its inner optimizer skipped the step"
+                    what = "a gradient was not finite or a loss far above the usual one, and its steps were skipped"
                 self._note(f"worker {n}: {what}")
                 self._told.add(n)
 

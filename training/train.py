@@ -40,6 +40,7 @@ from training.progress import Progress
 from training.rounds import Rounds
 from training.schedules import Schedule, make_schedule
 from training.summary import summarise
+from training.token_file import replace_atomically
 
 __all__ = [
     "NOT_WRITTEN",
@@ -167,13 +168,13 @@ def restore(
     fresh = start(dataclasses.replace(setup, config=_without_source(setup.config)))
     fresh.params = fresh.opt_state = None  # free their memory before the saved ones are read
     found = checkpoints.restore(*like, setup.config, step, resize)
-    checkpoints.set_aside(after=step)
     fresh.loader.set_state(found.data_state if back is None else found.data_state | back.data_state)
+    checkpoints.set_aside(after=step)
     setup.method.set_state(found.data_state.get("method", {}))
     totals = {"rollbacks": 0.0} | found.totals  # one of an earlier version does not count them
     told = found.told
     if back is not None:
-        totals["rollbacks"] += 1
+        totals["rollbacks"] = back.rollbacks + 1
         left_out = back.data_state["step"] - found.data_state["step"]
         told = f"{back.text}: going back to step {step}, and on without the {left_out} batches since"
     return State(found.step, found.params, found.opt_state, fresh.loader, totals, told=told)
@@ -209,7 +210,7 @@ def train(setup: Setup, folder: Path, *, resume: bool = False, out: TextIO | Non
         progress = stack.enter_context(Progress(config.run.steps, file=out))
         if setup.in_rounds:
             progress.local_steps = config.outer.steps_of_each(config.mesh.worker)
-        watching = watched(setup, progress, stack)
+        watching = watched(setup, folder, progress, stack)
         try:
             ended = _attempt(setup, folder, resume, progress, watching, None)
             while isinstance(ended, Trouble):
@@ -222,7 +223,8 @@ def train(setup: Setup, folder: Path, *, resume: bool = False, out: TextIO | Non
         return Outcome(folder, config.run.steps, None, 0)
     try:
         summary = summarise(setup, *ended, metrics.read(folder))
-        (folder / report.SUMMARY_FILE).write_text(json.dumps(summary, indent=2) + "\n")
+        with replace_atomically(folder / report.SUMMARY_FILE) as file:
+            file.write((json.dumps(summary, indent=2) + "\n").encode())
         report.write_report(folder)
     except OSError as error:
         return Outcome(folder, 0, None, NOT_WRITTEN, str(not_written(folder, [config.run.steps], error)))
@@ -258,16 +260,19 @@ def _attempt(
         if saved_summary:
             progress.note(f"{folder} is finished at step {total}; a larger --run.steps goes on with it.")
             return Outcome(folder, total, json.loads(saved_summary) if is_first() else None, 0)
-        if resume and is_first():
-            # Only once the checkpoint was found to fit: some settings may be new.
-            runs.save_config(config, folder)
         loop = Loop(setup, state, folder, checkpoints, progress, *watching, began)
         try:
+            if resume and is_first():
+                # Only once the checkpoint was found to fit: some settings may be new.
+                runs.save_config(config, folder)
             stack.enter_context(loop)
             trouble = loop.steps()
             if trouble is not None and loop.may_go_back(trouble):
+                state.params = state.opt_state = None  # free their memory before the saved ones are read
                 return trouble
             ended = loop.end(trouble)
+        except BrokenPipeError:  # of what reads the output
+            raise
         except OSError as error:
             raise not_written(folder, checkpoints.steps, error) from error
     return ended if isinstance(ended, Outcome) else (state, ended)

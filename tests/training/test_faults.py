@@ -106,7 +106,8 @@ def test_a_signal_while_the_first_step_is_compiled_ends_all_at_once(corpus, star
 @pytest.mark.parametrize("full", [0, 1])
 def test_a_full_disk_ends_all_and_leaves_the_checkpoints_whole(corpus, start, full):
     """Of either process; a limit on the size of its files stands for the disk."""
-    run = start(*options(update(tiny(corpus), STEPS)))
+    # Equal arrays are process 0's to write; in rounds each process has its own.
+    run = start(*options(update(tiny(corpus), (STEPS, ROUNDS)[full])))
     run.wait(lambda: len(sealed(run.folder)) > 0)
     resource.prlimit(run.processes[full].pid, resource.RLIMIT_FSIZE, (FILE_BYTES, FILE_BYTES))
     codes = run.codes(60)
@@ -116,10 +117,17 @@ def test_a_full_disk_ends_all_and_leaves_the_checkpoints_whole(corpus, start, fu
     assert last.startswith("error: the run's folder") and "writable, with space left" in last
     assert f"error: process {full}" in run.told(1 - full)
     saved = sealed(run.folder)[-1]
-    again = start("--resume", "run", "--run.steps", str(saved + 3))
+    again = start("--resume", "run", "--run.steps", str(saved + 2))
     assert again.codes(SECS) == [0, 0], again.told(0) + again.told(1)
     assert f"going on from step {saved}" in again.told(0)
-    assert not list((run.folder / "checkpoints").glob("*tmp*"))
+    assert not list((run.folder / "checkpoints").glob("*tmp*")) and not (run.folder / "damaged").exists()
+
+
+def test_a_full_disk_that_a_line_finds_first(corpus, start):
+    run = start(*options(update(tiny(corpus), STEPS | {"checkpoint.every": 0})))
+    run.wait(lambda: run.steps() >= 3)
+    resource.prlimit(run.processes[0].pid, resource.RLIMIT_FSIZE, (2048, 2048))
+    assert run.codes(60) == [74, 74], run.told(0) + run.told(1)
 
 
 def test_a_folder_that_vanishes_is_one_clear_error(corpus, start):

@@ -142,7 +142,6 @@ KINDS = {
     "params/manifest.ocdbt": False,
     "params/_METADATA": False,
     "params/_sharding": True,
-    "params/array_metadatas/*": False,
     "meta/metadata": False,
     "_CHECKPOINT_METADATA": True,
     "commit_success.txt": True,
