@@ -5,11 +5,12 @@
 
 A small run in rounds (or of SCAPE, --method scape) on several processes of this machine. Again and again one fault strikes:
 a process is killed, all are, one is stopped, one gets SIGTERM, the disk is full for one (a limit on the size of its files),
-the run's folder is gone, the newest checkpoint is cut short or one of its bits flips. Each time all processes
-must end by themselves within --end-secs, and the run goes on by --resume from the last whole checkpoint. At its end the
-losses of all steps must be those of the undisturbed run, bit for bit. Writes chaos.md and chaos.json: kind, step, exit
-codes, seconds to the end, steps done again. The same seed draws the same faults. Programs are compiled once, and then found
-in a cache, so that most of the time goes into faults.
+the run's folder is gone, the newest checkpoint is cut short or one of its bits flips. Each time all processes must end by
+themselves within --end-secs, and the run goes on by --resume from the last whole checkpoint. At its end the losses of all
+steps must be those of the undisturbed run, bit for bit. Writes chaos.md and chaos.json: kind, step, exit codes, seconds to
+the end, steps done again: at most the checkpoint interval, one more whose checkpoint was under way, and one more where the
+newest was damaged. The same seed draws the same faults. Programs are compiled once, and then found in a cache, so that most
+of the time goes into faults.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import math
 import os
 import pathlib
 import random
+import re
 import resource
 import shutil
 import signal
@@ -279,6 +281,21 @@ def expected_codes(kind: str, hit: str, codes: list[int | None]) -> bool:
     return None not in codes
 
 
+def most_lost(kind: str, settings: Settings) -> int:
+    """Steps that may have to be done again: an interval between checkpoints, one more whose checkpoint was under way, one more
+    where the newest is damaged, and those of a line.
+    """
+    return (3 if kind in ON_FILES else 2) * settings.checkpoint_every + 2
+
+
+def note_resumed(struck: list[dict[str, Any]], group: Group) -> None:
+    """Whether the start after the last fault went on from the step that was expected."""
+    if struck:
+        told = re.search(r"going on from step (\d+)", group.told(0))
+        step = int(told[1]) if told else 0
+        struck[-1]["as_documented"] &= step == struck[-1]["going_on_from"]
+
+
 def give_back(folder: pathlib.Path) -> None:
     """The folder that was taken."""
     taken = folder.with_name(_TAKEN)
@@ -312,6 +329,7 @@ def disturbed(settings: Settings, folder: pathlib.Path, console: Console) -> tup
             group.wait_until(ready, settings.start_secs)
             time.sleep(rng.random() * 0.3)
             reached = last_step(run)
+            note_resumed(struck, group)
             hit, began = strike(kind, group, run, rng), time.monotonic()
             if kind == "stop one":
                 # The others must end by themselves; the one that is stopped cannot.
@@ -336,9 +354,10 @@ def disturbed(settings: Settings, folder: pathlib.Path, console: Console) -> tup
             "step": reached,
             "codes": codes,
             "secs": round(secs, 2),
-            "going_on_from": going_on,
+            "going_on_from": going_on,  # as the folder says; the next start has to say the same
             "lost_steps": max(0, reached - going_on),
-            "as_documented": expected_codes(kind, hit, codes),
+            "as_documented": expected_codes(kind, hit, codes)
+            and reached - going_on <= most_lost(kind, settings),
         }
         struck.append(fault)
         console.print(
@@ -354,6 +373,7 @@ def disturbed(settings: Settings, folder: pathlib.Path, console: Console) -> tup
         codes = group.codes(settings.start_secs + steps)
         if codes != [0] * settings.processes:
             raise RuntimeError(f"the run must end with 0, got {codes}:\n{group.told(0)[-3000:]}")
+        note_resumed(struck, group)
     return struck, steps
 
 
