@@ -282,8 +282,8 @@ def expected_codes(kind: str, hit: str, codes: list[int | None]) -> bool:
 
 
 def most_lost(kind: str, settings: Settings) -> int:
-    """Steps that may have to be done again: an interval between checkpoints, one more whose checkpoint was under way, one more
-    where the newest is damaged, and those of a line.
+    """Steps that may have to be done again: an interval between checkpoints, one more whose checkpoint was under way, one
+    more where the newest is damaged, and those of a line.
     """
     return (3 if kind in ON_FILES else 2) * settings.checkpoint_every + 2
 
