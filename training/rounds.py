@@ -69,7 +69,7 @@ class Rounds:
         return self._pace.local_steps
 
     def check(self, step: int, note: Callable[[str], Any]) -> None:
-        self._note, self._updates = note, None
+        self._note = note
         processes = jax.process_count()
         if self._workers % processes:
             raise ValueError(
@@ -81,6 +81,7 @@ class Rounds:
             raise ValueError(problem)
 
     def begin(self, params: Any) -> tuple[Any, Any]:
+        self._updates = None
         return _split(self._round.init(params))
 
     def abstract(self) -> tuple[Any, Any]:
@@ -238,6 +239,7 @@ class Rounds:
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         self._pace.set_state(state)
+        self._updates = None
         self._island_bytes, self._left_out = state["island_bytes"], state["sequences_left_out"]
         self._last_steps = state["last_steps"]
 

@@ -1,14 +1,14 @@
 """A short soak: a few faults of drawn kinds, and the losses of the undisturbed run at the end."""
 
 import json
-import os
 
 import pytest
 
 from scripts import chaos
+from tests.training.runs_for_tests import long
 
 
-@pytest.mark.skipif("CHAOS" not in os.environ, reason="takes 160 s on two cores; CHAOS=1 runs it")
+@long
 def test_a_run_survives_faults_bit_for_bit(tmp_path):
     settings = chaos.Settings(
         out=tmp_path,

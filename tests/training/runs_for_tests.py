@@ -6,11 +6,14 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from tests import quick_compile
 from training import config as settings
 from training.token_file import write_tokens
 
+# .ci/run has two cores and 25 minutes.
+long = pytest.mark.skipif("LONG" not in os.environ, reason="LONG=1 runs it; others cover the most of it")
 ROOT = Path(__file__).parents[2]
 PRETRAIN = ROOT / "scripts" / "pretrain.py"
 

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from scripts.chaos import Group, checkpoints, last_step, sealed
-from tests.training.runs_for_tests import environment, options, tiny, write_corpus
+from tests.training.runs_for_tests import environment, long, options, tiny, write_corpus
 from training.config import update
 
 FILE_BYTES = 1 << 14  # less than a checkpoint's arrays, more than a run writes otherwise
@@ -103,7 +103,7 @@ def test_a_signal_while_the_first_step_is_compiled_ends_all_at_once(corpus, star
     )
 
 
-@pytest.mark.parametrize("full", [0, 1])
+@pytest.mark.parametrize("full", [0, pytest.param(1, marks=long)])
 def test_a_full_disk_ends_all_and_leaves_the_checkpoints_whole(corpus, start, full):
     """Of either process; a limit on the size of its files stands for the disk."""
     # Equal arrays are process 0's to write; in rounds each process has its own.
@@ -123,6 +123,7 @@ def test_a_full_disk_ends_all_and_leaves_the_checkpoints_whole(corpus, start, fu
     assert not list((run.folder / "checkpoints").glob("*tmp*")) and not (run.folder / "damaged").exists()
 
 
+@long
 def test_a_full_disk_that_a_line_finds_first(corpus, start):
     run = start(*options(update(tiny(corpus), STEPS | {"checkpoint.every": 0})))
     run.wait(lambda: run.steps() >= 3)
@@ -130,6 +131,7 @@ def test_a_full_disk_that_a_line_finds_first(corpus, start):
     assert run.codes(60) == [74, 74], run.told(0) + run.told(1)
 
 
+@long
 def test_a_folder_that_vanishes_is_one_clear_error(corpus, start):
     run = start(*options(update(tiny(corpus), STEPS)))
     run.wait(lambda: len(sealed(run.folder)) > 0)
