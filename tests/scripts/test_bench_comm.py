@@ -42,7 +42,8 @@ def test_bench_of_two_processes(shaped, tmp_path):
     result = json.loads((tmp_path / "comm.json").read_text())
     assert [c["method"] for c in result["cells"]] == CHOSEN
     for cell in result["cells"]:
-        assert 0 <= report.counted(cell) < 0.2, cell  # few bytes, so the meeting before them weighs
+        # Few bytes, so the meeting before them weighs, and so does what is on its way when the counters are read.
+        assert -0.05 < report.counted(cell) < 0.2, cell
         assert cell["step_secs"] > 0.9 * cell["bytes_per_step"] * 8 / cell["bandwidth"]
         parts = cell["compute_secs"] + cell["update_secs"] + cell["exposed_secs"]
         assert parts == pytest.approx(cell["step_secs"]) and cell["compute_secs"] > 0
