@@ -78,7 +78,23 @@ class _Failed(logging.Filter):
     which one whose disk is full never ends.
     """
 
-    error: BaseException | None = None
+    def __init__(self) -> None:
+        super().__init__()
+        self.error: BaseException | None = None
+        self._users = 0
+
+    def begin(self, anew: bool) -> None:
+        """From now on, once more. anew: what failed before is of another run."""
+        if anew or not self._users:
+            self.error = None
+        logging.getLogger("absl").addFilter(self)  # at most once
+        self._users += 1
+
+    def end(self) -> None:
+        """What `begin` began."""
+        self._users -= 1
+        if not self._users:
+            logging.getLogger("absl").removeFilter(self)
 
     def filter(self, record: logging.LogRecord) -> bool:
         if record.levelno < logging.ERROR or not record.exc_info or "orbax" not in record.pathname:
@@ -102,8 +118,7 @@ class Checkpoints:
     def __init__(self, folder: str | Path, *, keep: int = 2, keep_every: int = 0, own: bool = False):
         self.folder = Path(folder).absolute() / CHECKPOINT_FOLDER
         _write_small_arrays_whole()
-        _FAILED.error = None
-        logging.getLogger("absl").addFilter(_FAILED)
+        _FAILED.begin(anew=own)
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep,
             keep_period=keep_every or None,
@@ -117,13 +132,11 @@ class Checkpoints:
         self._marker = config_file if config_file.is_file() else None
         self._over = threading.Event()
         self._sealing: list[threading.Thread] = []
-        self.steps: list[
-            int
-        ] = []  # of the finished checkpoints, in order; since then saved ones too, and none removed
+        self.steps: list[int] = []
         self.look()
 
     def look(self) -> None:
-        """Brings `steps` up to date."""
+        """Sets `steps`, those of the finished checkpoints in order. What is saved later is added, and none removed."""
         self.steps = json.loads(from_first(lambda: json.dumps(sorted(self._manager.all_steps()))))
 
     def newest_whole(self, note: Callable[[str], Any], before: int | None = None) -> int:
@@ -217,9 +230,7 @@ class Checkpoints:
         while not folder.is_dir():
             if self._over.wait(_LOOK_SECS) and not folder.is_dir():
                 return  # it was never finished
-        with contextlib.suppress(
-            OSError
-        ):  # it is a newer one's turn, and this was removed; or the disk is full
+        with contextlib.suppress(OSError):  # removed, since it was a newer one's turn; or the disk is full
             seal(folder)
 
     def restore(
@@ -380,18 +391,17 @@ class Checkpoints:
         finally:
             self._end_sealing()
             self._manager.close()
-            logging.getLogger("absl").removeFilter(_FAILED)
+            _FAILED.end()
 
     def __enter__(self) -> Checkpoints:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if isinstance(
-            error, NotWritten
-        ):  # orbax would wait once more, and fail once more; its other threads still do
-            self._over.set()
-        else:
+        if not isinstance(error, NotWritten):
             self.close()
+            return
+        # Orbax would wait once more, and fail once more; its threads still do, and are kept from telling it.
+        self._over.set()
 
     def _held(self, meta: Mapping[str, Any], wanted: tuple[Any, Any], config: Config) -> tuple[Any, Any]:
         """`wanted` itself where the checkpoint is of as many workers, or of other leaves; else with its shapes."""
