@@ -20,6 +20,7 @@ import jax
 from training._peers import Peers, end
 
 LEAST_SECS, RARE_SECS = 120.0, 3600.0
+AFTER_ALL_SECS = 2 * RARE_SECS  # for what else may end a run that waits: the watchdog is sooner, and says why
 TIMES_LONGEST = 20.0  # of the recent steps
 _RECENT = 50
 _FIRST = 3  # times that something was done before its deadline is known

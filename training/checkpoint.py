@@ -30,6 +30,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from training._integrity import damaged, seal
 from training._leaves import by_path, changed, differences, like, shapes
 from training._processes import from_first, is_first
+from training._watchdog import AFTER_ALL_SECS
 from training.config import Config, dotted, update
 
 CHECKPOINT_FOLDER, DAMAGED_FOLDER = "checkpoints", "damaged"
@@ -40,7 +41,6 @@ _RESUME = (
 )
 _LARGE_BYTES = 1 << 24
 _LOOK_SECS = 0.05
-_MOST_SECS = 7200  # twice the longest deadline of `_watchdog`
 _MAY_CHANGE = ("outer.measure", "outer.evaluate_workers")  # what is looked at, not what is done
 
 
@@ -125,7 +125,7 @@ class Checkpoints:
             create=True,
             cleanup_tmp_directories=own,
             # A process that hangs in a save, or a file system that is slow, is the watchdog's to judge.
-            async_options=ocp.AsyncOptions(timeout_secs=_MOST_SECS),
+            async_options=ocp.AsyncOptions(timeout_secs=int(AFTER_ALL_SECS)),
         )
         self._manager = ocp.CheckpointManager(self.folder, options=options)
         config_file = self.folder.parent / "config.json"  # of a run: without it this is another folder

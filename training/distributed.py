@@ -27,6 +27,7 @@ import jax
 from training._group import NO_FLAGS, Flags, Group, describe
 from training._peers import Peers
 from training._rendezvous import meet
+from training._watchdog import AFTER_ALL_SECS
 
 __all__ = [
     "START_TIMEOUT_SECS",
@@ -40,7 +41,6 @@ __all__ = [
 ]
 
 START_TIMEOUT_SECS = 300.0
-_HEARTBEAT_SECS = 7200  # twice the longest deadline of `_watchdog`
 _PACKAGES = ("training", "models", "scape_jax", "gasloc_jax", "pallas_kernels")
 _VERSIONS = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "flax", "optax", "numpy")
 _GPUS = Path("/proc/driver/nvidia/gpus")
@@ -186,7 +186,7 @@ def _initialize(group: Group, timeout_secs: float) -> None:
             cluster_detection_method="deactivate",  # `describe` has decided
             initialization_timeout=max(60, int(timeout_secs)),
             # JAX would abort all after 100 s without a word of one: `_peers` and `_watchdog` are sooner, and name it.
-            heartbeat_timeout_seconds=_HEARTBEAT_SECS,
+            heartbeat_timeout_seconds=int(AFTER_ALL_SECS),
         )
     except RuntimeError as error:
         raise ValueError(

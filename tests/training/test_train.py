@@ -19,6 +19,7 @@ import pytest
 
 import models
 import scape_jax
+from scripts.chaos import checkpoints
 from tests import helpers
 from tests.training.runs_for_tests import pretrain, tiny, write_corpus
 from training import config as settings
@@ -61,10 +62,6 @@ def leaves(folder, step):
     return {
         f"{item}/{path}": np.asarray(x) for item in ("params", "opt_state") for path, x in found[item].items()
     }
-
-
-def checkpoints_of(folder):
-    return sorted(int(path.name) for path in (folder / "checkpoints").iterdir())
 
 
 class Noted:
@@ -442,20 +439,27 @@ def test_nothing_to_resume(tmp_path, monkeypatch):
         runs.load_config(tmp_path)
 
 
+def poisoned(rows, at_known, elsewhere):
+    """A loss with a gradient of so much in one entry: at batches with one of the rows, and at others."""
+
+    def loss(params, batch):
+        known = jnp.all(batch["tokens"][:, None] == rows[None], axis=2).any()
+        return (
+            without_gradient(params, batch)
+            + jnp.where(known, at_known, elsewhere) * params["embed"]["embedding"][0, 0]
+        )
+
+    return loss
+
+
 def test_many_skipped_in_a_row_end_the_run_with_what_was_trained(corpus, tmp_path):
     config = tiny(corpus, run__steps=40, optimizer__name="adams", run__most_skipped=3, mesh__data=2)
     setup = build(config)
     loader = start(setup).loader
     sound = jnp.asarray(np.concatenate([next(loader)["tokens"] for _ in range(4)]))
 
-    def poisoned(params, batch):
-        known = jnp.all(batch["tokens"][:, None] == sound[None], axis=2).any()
-        return (
-            without_gradient(params, batch)
-            + jnp.where(known, 0.0, jnp.nan) * params["embed"]["embedding"][0, 0]
-        )
-
-    outcome, records, _ = run(with_loss(setup, poisoned), tmp_path / "run")
+    setup = with_loss(setup, poisoned(sound, at_known=0.0, elsewhere=jnp.nan))
+    outcome, records, _ = run(setup, tmp_path / "run")
     assert (
         outcome.exit_code == 1
         and "in a row were skipped, for a gradient that is not finite" in outcome.failure
@@ -475,14 +479,7 @@ def test_a_run_goes_back_and_on_without_the_data_that_spoilt_it(corpus, tmp_path
     batches = [next(loader)["tokens"] for _ in range(24)]
     bad = jnp.asarray(np.concatenate(batches[6:9]))
 
-    def poisoned(params, batch):
-        known = jnp.all(batch["tokens"][:, None] == bad[None], axis=2).any()
-        return (
-            without_gradient(params, batch)
-            + jnp.where(known, jnp.nan, 0.0) * params["embed"]["embedding"][0, 0]
-        )
-
-    setup = with_loss(setup, poisoned)
+    setup = with_loss(setup, poisoned(bad, at_known=jnp.nan, elsewhere=0.0))
     outcome, records, told = run(setup, tmp_path / "run")
     assert outcome.exit_code == 0 and outcome.step == 12
     assert [r["step"] for r in records if "loss" in r] == list(range(1, 13))
@@ -508,17 +505,11 @@ def test_a_run_goes_back_only_so_often(corpus, tmp_path):
     loader = start(setup).loader
     sound = jnp.asarray(np.concatenate([next(loader)["tokens"] for _ in range(4)]))
 
-    def poisoned(params, batch):
-        known = jnp.all(batch["tokens"][:, None] == sound[None], axis=2).any()
-        return (
-            without_gradient(params, batch)
-            + jnp.where(known, 0.0, jnp.nan) * params["embed"]["embedding"][0, 0]
-        )
-
-    outcome, _, told = run(with_loss(setup, poisoned), tmp_path / "run")
+    setup = with_loss(setup, poisoned(sound, at_known=0.0, elsewhere=jnp.nan))
+    outcome, _, told = run(setup, tmp_path / "run")
     assert told.count("going back to step 4") == 2
     assert outcome.exit_code == 1 and "in a row were skipped" in outcome.failure
-    assert checkpoints_of(tmp_path / "run")[:1] == [4]  # none of those from the trouble took its place
+    assert checkpoints(tmp_path / "run")[:1] == [4]  # none of those from the trouble took its place
 
 
 def test_a_device_that_differs_ends_the_run_and_is_not_saved(corpus, tmp_path, monkeypatch):
